@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
-from aliquot.engines.model_kernels import warm_up_kernels
+from aliquot.engines.model_kernels import run_head_loss, warm_up_kernels
 from aliquot.machine.device_copies import read_early
 from aliquot.models import model_calls
 from aliquot.models.backward_pass import is_kept
@@ -26,6 +26,8 @@ from aliquot.nn.head_loss import Chosen, choose
 class ModelEngine:
     """The part of an engine that computes with the model. An engine replaces the methods that it does differently."""
 
+    _gathers = True  # whether weights are gathered in each forward pass, so that ranks must run equally many passes
+
     def __init__(self, model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
         self._model = model
         self._spec = spec
@@ -33,6 +35,7 @@ class ModelEngine:
         self._world_size = topology.world_size
         self._attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
         self._activations = ActivationMeter(spec.eager_checkpointing, topology.device)
+        self._head_loss = run_head_loss(spec, topology.device)
 
     @property
     def transport(self) -> str:
@@ -49,11 +52,14 @@ class ModelEngine:
             summed, scaled = self._loss(batch, scale)
         result = read_early(summed)
         self._spec.hooks.step("forward")
-        scaled.backward()  # type: ignore[no-untyped-call]
+        self._run_backward(scaled)
         if batch is not None:
             warm_up_kernels(self._attention, self._spec, batch.edges)
         self._spec.hooks.step("backward")
         return result
+
+    def _run_backward(self, scaled: Tensor) -> None:
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         set_training(self._model, False)
@@ -62,7 +68,8 @@ class ModelEngine:
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         """Return the result of `evaluate`, and the scaled loss to call backward() on."""
-        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
+        batch = batch or MicroBatch.empty()
+        fed = (batch.with_equal_calls() if self._gathers else batch).to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
             result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers)
@@ -75,7 +82,9 @@ class ModelEngine:
         self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen
     ) -> tuple[Tensor, Tensor]:
         """Return the results of the fused loss (nn/head_loss.py) over the output of the decoder."""
-        raise NotImplementedError
+        head = self._model.get_output_embeddings().weight  # type: ignore[operator]
+        hidden = model_calls.hidden_states(self._model, ids, positions, documents)
+        return self._head_loss(hidden, head, labels, scale, chosen=chosen)
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         set_training(self._model, False)

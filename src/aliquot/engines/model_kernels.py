@@ -104,12 +104,9 @@ def _with_settings(compiled: Callable[..., Any], partitioner: dict[str, bool]) -
 
 def _compile_options() -> dict[str, Any] | None:
     options = inductor_options()
-    if not copies_transposed("cpu", torch.bfloat16):
-        return options
-    try:
+    if copies_transposed("cpu", torch.bfloat16):
         return {**(options or {}), "post_grad_custom_post_pass": transposing_pass()}
-    except ImportError:
-        return options
+    return options
 
 
 def warm_up_kernels(attention: AttentionBackend | None, spec: EngineSpec, edges: tuple[int, ...]) -> None:
@@ -127,7 +124,7 @@ def transposing_pass() -> CustomGraphPass:
 
     oneDNN's AMX kernels take 2.6 times as long if the left operand is a transposed view. The gradient of every linear
     layer's weight is such a product: the transposed gradient of the output, times the input. The copy costs half of
-    the gain. Raises ImportError if this version of torch has no custom passes.
+    the gain.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self, SupportsFloat, cast
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,9 @@ from aliquot.engines.deepspeed.deepspeed_setup import (
     set_steps,
 )
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import run_head_loss, warm_up_kernels
 from aliquot.loaders.zero3 import cast_parameters, import_deepspeed, partition, partition_range
-from aliquot.models import backward_pass, model_calls
+from aliquot.models import backward_pass
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.attention.document_attention import Documents
-from aliquot.nn.head_loss import Chosen, FusedLoss
 from aliquot.tensor_io.parts import KINDS, FlatParts, Part
 
 
@@ -55,8 +52,7 @@ class _Partition:
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(self.parameter)]
         flat = optimizer.fp32_partitioned_groups_flat[group]
         whole = flat if kind == "weight" else optimizer.optimizer.state[flat][kind]
-        values: Tensor = whole.detach()[offset : offset + self.stop - self.start]
-        return values
+        return cast("Tensor", whole.detach()[offset : offset + self.stop - self.start])
 
 
 class DeepspeedEngine(ModelEngine, FlatParts):
@@ -65,6 +61,7 @@ class DeepspeedEngine(ModelEngine, FlatParts):
     def __init__(self, model: nn.Module, engine: Any, spec: EngineSpec, topology: Topology) -> None:
         super().__init__(model, spec, topology)
         self._engine = engine
+        engine.module.loss = super()._loss
         self._partitions = {
             name: _Partition(name, weight, *partition_range(weight.ds_numel, topology.rank, topology.world_size))
             for name, weight in cast("Any", model.named_parameters())
@@ -92,9 +89,10 @@ class DeepspeedEngine(ModelEngine, FlatParts):
         partition(meta, settings)
         for weight in cast("Any", meta.parameters()):
             weight.ds_tensor.zero_()  # allocates the pages, so that the memory ledger counts them as weights
-        training = _Training(meta, spec.fused_loss, run_head_loss(spec, topology.device))
+        training = _Training(meta)
         if spec.fused_loss:
-            deepspeed.zero.register_external_parameter(training, training.head.weight)
+            head = cast("Any", meta).get_output_embeddings()
+            deepspeed.zero.register_external_parameter(training, head.weight)
         optimizer = adamw(list(meta.named_parameters()), spec, settings, topology.device)
         with report_phases(spec.hooks.build):
             engine, *_ = deepspeed.initialize(model=training, optimizer=optimizer, config=settings)
@@ -128,34 +126,24 @@ class DeepspeedEngine(ModelEngine, FlatParts):
     def resume_at(self, steps: int) -> None:
         set_steps(self._engine.optimizer, steps)
 
-    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> Tensor:
+    def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
         self._engine.train()
         self._engine.set_gradient_accumulation_boundary(last)
-        if batch is not None and self._spec.dropout:
-            torch.manual_seed(batch.seed)
-        with self._activations.measure():
-            # DeepSpeed averages over the ranks, but `scale` already divides by the tokens of the whole batch.
-            summed, scaled = self._loss(batch, scale * self._world_size)
-        self._spec.hooks.step("forward")
-        self._engine.backward(scaled, scale_wrt_gas=False)
-        if batch is not None:
-            warm_up_kernels(self._attention, self._spec, batch.edges)
-        self._spec.hooks.step("backward")
+        # DeepSpeed averages over the ranks, but `scale` already divides by the tokens of the whole batch.
+        result = self._train(batch, scale * self._world_size)
         self._count_wire(gathers=2, reduces=1)
-        return summed
+        return result
+
+    def _run_backward(self, scaled: Tensor) -> None:
+        self._engine.backward(scaled, scale_wrt_gas=False)
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._engine.eval()
         self._count_wire(gathers=1, reduces=0)
-        with torch.no_grad():
-            return self._loss(batch, 1.0)[0]
+        return super().evaluate(batch)
 
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Return the summed loss, detached, and the scaled loss to call backward() on."""
-        fed = (batch or MicroBatch.empty()).with_equal_calls().to(self._device)
-        documents = Documents(fed.edges, self._attention).on(self._device)
-        arguments = (fed.input_ids, fed.position_ids, fed.labels, documents, scale, fed.chosen)
-        return cast("tuple[Tensor, Tensor]", self._engine(*arguments))
+        return cast("tuple[Tensor, Tensor]", self._engine(batch, scale))
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         optimizer = self._engine.optimizer
@@ -202,24 +190,11 @@ class DeepspeedEngine(ModelEngine, FlatParts):
 class _Training(nn.Module):
     """The model and its loss as one module, because DeepSpeed's hooks surround one forward method."""
 
-    def __init__(self, model: nn.Module, fused: bool, head_loss: FusedLoss) -> None:
+    loss: Callable[[MicroBatch | None, float], tuple[Tensor, Tensor]]  # the engine sets it
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.fused = fused
-        self.head_loss = head_loss
 
-    @property
-    def head(self) -> nn.Module:
-        return cast(nn.Module, self.model.get_output_embeddings())  # type: ignore[operator]
-
-    def forward(
-        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen | None
-    ) -> tuple[Tensor, Tensor]:
-        if not self.fused:
-            summed, loss = model_calls.whole_logits_loss(self.model, ids, positions, labels, documents)
-            scaled = loss * scale
-        else:
-            hidden = model_calls.hidden_states(self.model, ids, positions, documents)
-            head = cast(nn.Parameter, self.head.weight)
-            summed, scaled = self.head_loss(hidden, head, labels, scale, chosen=chosen)
-        return summed, model_calls.with_auxiliary(self.model, scaled, scale, labels, documents)
+    def forward(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
+        return self.loss(batch, scale)

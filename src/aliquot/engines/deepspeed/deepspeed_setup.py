@@ -98,8 +98,7 @@ def adamw(
         return torch.optim.AdamW(groups, **options, fused=device == "cuda" and not _offloads(settings))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-    return optimizer
+    return cast("torch.optim.Optimizer", DeepSpeedCPUAdam(groups, adamw_mode=True, **options))
 
 
 def compiles_adam(settings: Mapping[str, Any]) -> bool:

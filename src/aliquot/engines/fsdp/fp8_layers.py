@@ -36,8 +36,7 @@ def use_fp8(model: nn.Module, device: torch.device, gathers: bool) -> None:
             " can: leave it out"
         )
     _prove(device)
-    converted = [layer for layer in decoder_layers(model) if _convert(layer, device, gathers)]
-    if not converted:
+    if not [layer for layer in decoder_layers(model) if _convert(layer, device, gathers)]:
         raise EngineError(
             f"train.fp8: {type(model).__name__} has no linear layer that is large enough to gain from fp8: leave it out"
         )
@@ -50,21 +49,19 @@ def update_scales(model: nn.Module) -> None:
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def master_weight(local: Tensor) -> Tensor:
-    """Return the plain tensor of a shard that FSDP2 gathers in fp8. Return other shards as they are."""
-    wrapper: Any = local
-    return getattr(local, wrapper.__tensor_flatten__()[0][0]) if _is_wrapper(local) else local
+def master_weight(local: Any) -> Tensor:
+    """Return the plain tensor of a shard of torchao's tensor subclass, which becomes fp8 when FSDP2 gathers it.
+
+    Return other shards as they are.
+    """
+    plain: Tensor = getattr(local, local.__tensor_flatten__()[0][0]) if is_traceable_wrapper_subclass(local) else local
+    return plain
 
 
 def gathered_bytes(weight: Tensor, dtype: torch.dtype) -> int:
     """Return the bytes of a whole weight as FSDP2 gathers it: in fp8, or in `dtype`."""
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    return weight.numel() * (1 if _is_wrapper(local) else dtype.itemsize)
-
-
-def _is_wrapper(local: Tensor) -> bool:
-    """Whether `local` is of torchao's tensor subclass, which converts to fp8 when FSDP2 gathers it."""
-    return is_traceable_wrapper_subclass(local)
+    local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+    return weight.numel() * (1 if is_traceable_wrapper_subclass(local) else dtype.itemsize)
 
 
 def _convert(module: nn.Module, device: torch.device, gathers: bool) -> list[str]:

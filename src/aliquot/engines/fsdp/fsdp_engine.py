@@ -214,8 +214,7 @@ class FsdpEngine(ModelEngine, FlatParts):
         return 1 if batch is None or self._spec.packs else max(batch.calls, len(batch.edges) - 1)
 
     def _fused_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self._model.fused_loss(*arguments)  # type: ignore[operator]
-        return result
+        return cast("tuple[Tensor, Tensor]", self._model.fused_loss(*arguments))  # type: ignore[operator]
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         for shard in self._trainable:
@@ -318,8 +317,7 @@ def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:
         model: nn.Module, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, *scale_and_chosen: Any
     ) -> tuple[Tensor, Tensor]:
         hidden = model_calls.hidden_states(model, ids, positions, documents)
-        result: tuple[Tensor, Tensor] = head.fused_loss(hidden, labels, *scale_and_chosen)
-        return result
+        return cast("tuple[Tensor, Tensor]", head.fused_loss(hidden, labels, *scale_and_chosen))
 
     for module, method in ((head, head_fused_loss), (model, model_fused_loss)):
         module.fused_loss = MethodType(method, module)

@@ -19,12 +19,10 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fp8_layers import use_fp8
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import compile_or_copy, run_head_loss
-from aliquot.models import backward_pass, model_calls
+from aliquot.engines.model_kernels import compile_or_copy
+from aliquot.models import backward_pass
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import materialise
-from aliquot.nn.attention.document_attention import Documents
-from aliquot.nn.head_loss import Chosen
 from aliquot.optim.adamw import decays, rate_ratio
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 from aliquot.tensor_io.parts import KINDS, FlatParts, Part
@@ -36,12 +34,6 @@ class _Gradient:
 
     parameter: nn.Parameter
     total: Tensor | None = None  # fp32 sum over micro-batches; None: `parameter.grad` is the whole gradient
-
-    def add_to_total(self) -> None:
-        """Move `parameter.grad` into the fp32 sum."""
-        gradient = cast("Tensor", self.parameter.grad)
-        self.total = gradient.float() if self.total is None else self.total.add_(gradient)
-        self.parameter.grad = None
 
     def take(self) -> Tensor:
         """Return the gradient, flat, and forget it. A weight that no micro-batch used has the gradient 0."""
@@ -55,14 +47,13 @@ class SingleGpuEngine(ModelEngine, FlatParts):
 
     def __init__(self, model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
         super().__init__(model, spec, topology)
-        self._head_loss = run_head_loss(spec, topology.device)
         self._frozen = {name: p.detach().view(-1) for name, p in model.named_parameters() if not p.requires_grad}
         self._weights = {name: _resident(name, p, spec) for name, p in model.named_parameters() if p.requires_grad}
         self._gradients = [_Gradient(p) for p in model.parameters() if p.requires_grad]
         self._sums = False  # whether this step sums the gradients of several micro-batches
         for gradient in self._gradients:
-            add = partial(self._add_to_total, gradient)
-            gradient.parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+            sum_up = partial(self._sum_up, gradient)
+            gradient.parameter.register_post_accumulate_grad_hook(sum_up)  # type: ignore[no-untyped-call]
         self._optimizer = ResidentAdamW(
             list(self._weights.values()), (spec.adam_beta1, spec.adam_beta2), spec.adam_epsilon, spec.weight_decay,
             compiled=spec.compile == "layers",
@@ -107,16 +98,12 @@ class SingleGpuEngine(ModelEngine, FlatParts):
         self._sums = self._sums or not last
         return self._train(batch, scale)
 
-    def _add_to_total(self, gradient: _Gradient, _: Tensor) -> None:
+    def _sum_up(self, gradient: _Gradient, parameter: Tensor) -> None:
+        """Move the gradient of a micro-batch into the fp32 sum."""
         if self._sums:
-            gradient.add_to_total()
-
-    def _fused_loss(
-        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen
-    ) -> tuple[Tensor, Tensor]:
-        head = self._model.get_output_embeddings().weight  # type: ignore[operator]
-        hidden = model_calls.hidden_states(self._model, ids, positions, documents)
-        return self._head_loss(hidden, head, labels, scale, chosen=chosen)
+            latest = cast("Tensor", parameter.grad)
+            gradient.total = latest.float() if gradient.total is None else gradient.total.add_(latest)
+            parameter.grad = None
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         gradients = [gradient.take() for gradient in self._gradients]

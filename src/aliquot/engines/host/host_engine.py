@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,13 @@ from aliquot.engines.host.host_builder import HostComponents, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.streamed_layers import Layers
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import compile_or_copy, run_head_loss, warm_up_kernels
+from aliquot.engines.model_kernels import compile_or_copy
 from aliquot.machine.cpu import numa_nodes
-from aliquot.machine.device_copies import read_early
 from aliquot.models import backward_pass, model_calls
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.models.structure import set_training
 from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
-from aliquot.nn.head_loss import choose
+from aliquot.nn.head_loss import Chosen
 from aliquot.optim.adamw import FlatShard
 from aliquot.tensor_io.parts import KINDS, Part
 
@@ -60,6 +58,8 @@ if TYPE_CHECKING:
 
 class HostEngine(ModelEngine):
     """See engines/base.py for the contract of each method."""
+
+    _gathers = False
 
     def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
         """Build the engine around a model on the meta device. Collective."""
@@ -87,8 +87,9 @@ class HostEngine(ModelEngine):
         for weight in self._experts:
             send_to(weight, StagedExperts(self._components.gradients, parameter_index(model, weight)))
 
-        self._head_loss = run_head_loss(spec, topology.device)
         self._steps = self._updates = 0
+        self._is_last = True
+        self._looked_up: tuple[Tensor, Tensor] | None = None  # the token ids of a micro-batch, and their embeddings
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -157,61 +158,44 @@ class HostEngine(ModelEngine):
         self._components.optimizer.steps = self._steps = steps
 
     def backward(self, batch: MicroBatch | None, scale: float, last: bool) -> SupportsFloat:
-        set_training(self._model, True)
         self._wait_usable(self._used_first)
         self._components.gradients.begin_micro_batch(self._steps, last)
-        batch = (batch or MicroBatch.empty()).to(self._device)
-        if self._spec.dropout:
-            torch.manual_seed(batch.seed)
-        embedding = self._model.get_input_embeddings()  # type: ignore[operator]
-        rows = None
-        if self._components.cuts_look_up:
-            # Cut the autograd graph at the embedding, so that its gradient is one row per token, not a whole table.
-            with torch.no_grad():
-                rows = F.embedding(batch.input_ids, embedding.weight)
-            rows.requires_grad_()
-        with self._activations.measure():
-            summed, scaled = self._loss_from(batch, scale, rows)
-        result = read_early(summed)
-        self._spec.hooks.step("forward")
+        self._is_last = last
+        return self._train(batch, scale)
+
+    def _run_backward(self, scaled: Tensor) -> None:
         # Layers that the model skipped have not waited for their weights. Hosts must exchange all weights before
         # gradients.
         self._wait_all_usable()
         if scaled.requires_grad:  # otherwise only the head is trainable, and its gradient is staged already
-            scaled.backward()  # type: ignore[no-untyped-call]
-        warm_up_kernels(self._attention, self._spec, batch.edges)
+            super()._run_backward(scaled)
         self._components.staging.end_micro_batch()
-        if rows is not None:
-            self._add_embedding(embedding, batch.input_ids, rows.grad)
-        if last and self._hosts.wire is not None:
+        if self._looked_up is not None:
+            self._add_embedding(*self._looked_up)
+            self._looked_up = None
+        if self._is_last and self._hosts.wire is not None:
             # All ranks must do this together, because a rank that waits for buffers may wait for others to receive.
             self._components.gradients.finish()
             self._components.gradients.exchange()
-        self._spec.hooks.step("backward")
-        return result
 
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
-        set_training(self._model, False)
         self._wait_all_usable()
         if batch is None:
             if self._components.streamed is not None:
                 self._components.streamed.pass_through()
             return torch.zeros(())
-        with torch.no_grad():
-            return self._loss_from(batch.to(self._device), 1.0)[0]
+        return super().evaluate(batch)
 
-    def _loss_from(self, batch: MicroBatch, scale: float, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the result of `evaluate`, and the scaled loss to call backward() on."""
-        documents = Documents(batch.edges, self._attention).on(self._device)
-        positions, labels = batch.position_ids, batch.labels
-        if not self._spec.fused_loss:
-            result, loss = model_calls.whole_logits_loss(
-                self._model, batch.input_ids, positions, labels, documents, batch.answers
-            )
-            return result, model_calls.with_auxiliary(self._model, loss * scale, scale, labels, documents)
-        tokens = batch.input_ids if rows is None else rows
+    def _fused_loss(
+        self, ids: Tensor, positions: Tensor, labels: Tensor, documents: Documents, scale: float, chosen: Chosen
+    ) -> tuple[Tensor, Tensor]:
+        tokens, training = ids, torch.is_grad_enabled()
         head = self._model.get_output_embeddings()  # type: ignore[operator]
-        training, chosen = torch.is_grad_enabled(), batch.chosen or choose(labels, batch.answers)
+        if training and self._components.cuts_look_up:
+            # Cut the autograd graph at the embedding, so that its gradient is one row per token, not a whole table.
+            with torch.no_grad():
+                tokens = F.embedding(ids, self._model.get_input_embeddings().weight)  # type: ignore[operator]
+            self._looked_up = (ids, tokens.requires_grad_())
         # Allocate the logits before layers save activations, while the heap has a free block of this size.
         room = self._head_loss.room(chosen, labels, head.weight) if training else None
         hidden = model_calls.hidden_states(self._model, tokens, positions, documents)
@@ -219,16 +203,15 @@ class HostEngine(ModelEngine):
         sink = None
         if training and head.weight.requires_grad:
             sink = self._components.staging.head_rows(parameter_index(self._model, head.weight))
-        summed, scaled = self._head_loss(hidden, head.weight, labels, scale, sink, chosen, room)
-        return summed, model_calls.with_auxiliary(self._model, scaled, scale, labels, documents)
+        return self._head_loss(hidden, head.weight, labels, scale, sink, chosen, room)
 
-    def _add_embedding(self, embedding: nn.Module, ids: Tensor, gradient: Tensor | None) -> None:
-        weight = cast(nn.Parameter, embedding.weight)
+    def _add_embedding(self, ids: Tensor, rows: Tensor) -> None:
+        embedding, gradient = self._model.get_input_embeddings(), rows.grad  # type: ignore[operator]
         assert gradient is not None
         if embedding.padding_idx is not None:  # like nn.Embedding, do not train the padding row
             used = ids != embedding.padding_idx
             ids, gradient = ids[used], gradient[used]
-        self._components.staging.add_rows(parameter_index(self._model, weight), ids, gradient)
+        self._components.staging.add_rows(parameter_index(self._model, embedding.weight), ids, gradient)
 
     def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
         if self._hosts.wire is None:
