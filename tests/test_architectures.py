@@ -18,8 +18,7 @@ def outcomes(folder: Path, *arguments: str, timeout_s: float) -> list[dict[str, 
     file = folder / "outcomes.json"
     run = warm.run("-m", "tests.tools.architectures", *arguments, "--json", file, timeout_s=timeout_s)
     assert file.exists(), run.stdout + run.stderr
-    found: list[dict[str, Any]] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def test_two_kinds_of_models_are_exact(tmp_path: Path) -> None:

@@ -32,19 +32,16 @@ def _manifest(document: str, name: str) -> ManifestObject:
 
 
 def pool(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["node-pool.yaml"]["spec"]
-    return spec
+    return found["node-pool.yaml"]["spec"]
 
 
 def pod(found: Documents) -> dict[str, Any]:
     patch = found["train-job.yaml"]["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
-    spec: dict[str, Any] = patch["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    return spec
+    return patch["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 def trainer(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["train-job.yaml"]["spec"]["trainer"]
-    return spec
+    return found["train-job.yaml"]["spec"]["trainer"]
 
 
 def both(found: Documents, resource: str, value: str) -> None:
@@ -63,13 +60,11 @@ def requirement(found: Documents, key: str) -> dict[str, Any]:
 
 
 def node_spec(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = pool(found)["template"]["spec"]
-    return spec
+    return pool(found)["template"]["spec"]
 
 
 def job_set(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["training-runtime.yaml"]["spec"]["template"]["spec"]
-    return spec
+    return found["training-runtime.yaml"]["spec"]["template"]["spec"]
 
 
 def volume(found: Documents, kind: str) -> dict[str, Any]:
@@ -78,13 +73,11 @@ def volume(found: Documents, kind: str) -> dict[str, Any]:
 
 
 def runtime_pod(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    return spec
+    return job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
 def directories_pod(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["directories-job.yaml"]["spec"]["template"]["spec"]
-    return spec
+    return found["directories-job.yaml"]["spec"]["template"]["spec"]
 
 
 def deny(direction: str) -> dict[str, Any]:
@@ -96,5 +89,4 @@ def deny(direction: str) -> dict[str, Any]:
 
 
 def node_class(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["node-class.yaml"]["spec"]
-    return spec
+    return found["node-class.yaml"]["spec"]

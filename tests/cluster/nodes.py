@@ -135,20 +135,17 @@ class Cluster:
             patterns = rule.get("onJobFailureMessagePatterns", [""])
             fits = any(re.search(pattern, message) for pattern in patterns for message in messages[:1] or [""])
             if reason in rule["onJobFailureReasons"] and fits:
-                action: str = rule["action"]
-                return action
+                return rule["action"]
         return "RestartJobSet"
 
     def _job_spec(self) -> dict[str, Any]:
         (replicated,) = self.runtime["template"]["spec"]["replicatedJobs"]
-        spec: dict[str, Any] = replicated["template"]["spec"]
-        return spec
+        return replicated["template"]["spec"]
 
     def _pod_spec(self) -> dict[str, Any]:
         (patch,) = self.train_job["runtimePatches"]
         (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-        spec: dict[str, Any] = replicated["template"]["spec"]["template"]["spec"]
-        return spec
+        return replicated["template"]["spec"]["template"]["spec"]
 
     def _pod(self, number: int, host: Host) -> Pod:
         for container in self._job_spec()["template"]["spec"].get("initContainers", []):

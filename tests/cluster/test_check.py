@@ -585,23 +585,25 @@ def test_gpus_without_efa_on_several_nodes() -> None:
     assert once_a_step.efa_interfaces == 0 and check_job_of_config(once_a_step) == []
 
 
-def test_refused_before_rendering() -> None:
-    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*can have 55\.84 GiB"):
-        describe(config(cluster_section(instance_types=["c7i.8xlarge"])), plan())
-    with pytest.raises(UserError, match=r"needs 76\.00 GiB a node.*its ranks may have 40\.00 GiB: .*shard\.memory"):
-        describe(config(), plan(limit_bytes_per_node=40 * GIB))
-    with pytest.raises(UserError, match="differ in vCPUs"):
-        cpu_job(instance_types=["r7i.8xlarge", "r7i.16xlarge"])
-    with pytest.raises(UserError, match="differ in bytes of a GPU"):
-        describe(config(cluster_section(instance_types=["p4d.24xlarge", "p4de.24xlarge"])), plan(device="cuda"))
-    with pytest.raises(UserError, match=r"trn1\.2xlarge is sold for accelerators"):
-        cpu_job(instance_types=["trn1.2xlarge"])
-    with pytest.raises(UserError, match="is a GPU type"):
-        cpu_job(instance_types=["g6e.8xlarge"])
-    with pytest.raises(UserError, match=r"nearest: r7i\.8xlarge"):
-        cpu_job(instance_types=["r7i.8xlarg"])
-    with pytest.raises(UserError, match=r"2 ranks a node, g6e\.8xlarge has 1 GPU"):
-        describe(config(cluster_section(instance_types=["g6e.8xlarge"])), plan(device="cuda"))
+@pytest.mark.parametrize(
+    ("types", "planned", "words"),
+    [
+        (["c7i.8xlarge"], {}, r"needs 76\.00 GiB a node.*can have 55\.84 GiB"),
+        (
+            ["r7i.8xlarge"], {"limit_bytes_per_node": 40 * GIB},
+            r"needs 76\.00 GiB a node.*its ranks may have 40\.00 GiB: .*shard\.memory",
+        ),
+        (["r7i.8xlarge", "r7i.16xlarge"], {}, "differ in vCPUs"),
+        (["p4d.24xlarge", "p4de.24xlarge"], {"device": "cuda"}, "differ in bytes of a GPU"),
+        (["trn1.2xlarge"], {}, r"trn1\.2xlarge is sold for accelerators"),
+        (["g6e.8xlarge"], {}, "is a GPU type"),
+        (["r7i.8xlarg"], {}, r"nearest: r7i\.8xlarge"),
+        (["g6e.8xlarge"], {"device": "cuda"}, r"2 ranks a node, g6e\.8xlarge has 1 GPU"),
+    ],
+)  # fmt: skip
+def test_refused_before_rendering(types: list[str], planned: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        describe(config(cluster_section(instance_types=types)), plan(**planned))
 
 
 def test_plan_has_the_resources_of_its_pod() -> None:

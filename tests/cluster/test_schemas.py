@@ -51,8 +51,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def job_of(case: str, trainer: str) -> Job:
     make, changes = CASES[case]
-    job: Job = make(trainer=trainer, **changes)
-    return job
+    return make(trainer=trainer, **changes)
 
 
 @needs_crds

@@ -78,8 +78,7 @@ def test_controller_tokens_stay_restricted(name: str) -> None:
 
 
 def container(pod: dict[str, Any]) -> dict[str, Any]:
-    context: dict[str, Any] = pod["containers"][0]["securityContext"]
-    return context
+    return pod["containers"][0]["securityContext"]
 
 
 LAPSES: dict[str, Callable[[dict[str, Any]], Any]] = {

@@ -77,13 +77,11 @@ def mount(found: Documents, name: str) -> dict[str, Any]:
 
 
 def runtime(found: Documents) -> dict[str, Any]:
-    spec: dict[str, Any] = found["training-runtime.yaml"]["spec"]
-    return spec
+    return found["training-runtime.yaml"]["spec"]
 
 
 def replicated(found: Documents) -> dict[str, Any]:
-    job: dict[str, Any] = job_set(found)["replicatedJobs"][0]
-    return job
+    return job_set(found)["replicatedJobs"][0]
 
 
 def parameters(found: Documents, **values: Any) -> None:
@@ -95,8 +93,7 @@ def attributes(found: Documents, **values: Any) -> None:
 
 
 def disk(found: Documents) -> dict[str, Any]:
-    mapping: dict[str, Any] = node_class(found)["blockDeviceMappings"][0]
-    return mapping
+    return node_class(found)["blockDeviceMappings"][0]
 
 
 # What a person did, of which job, and the rule that says so. None: nothing says so, as docs/guides/eks-jobs.md admits.

@@ -274,5 +274,4 @@ def alone(
         [*(prefix or []), sys.executable, "-c", program, str(run_directory)],
         env={**os.environ, **environ}, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])

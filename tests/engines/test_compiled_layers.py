@@ -78,8 +78,7 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        out: Tensor = x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
-        return out
+        return x + self.down(torch.nn.functional.silu(self.gate(normed)) * self.up(normed))
 
 
 @pytest.mark.usefixtures("traced")

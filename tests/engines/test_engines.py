@@ -124,8 +124,7 @@ def plain_loop(name: str, bf16: bool) -> tuple[list[float], list[float], dict[st
 
 
 def result(folder: Path, name: str, rank: int = 0) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = json.loads((folder / f"{name}-{rank}.json").read_text())
-    return found
+    return json.loads((folder / f"{name}-{rank}.json").read_text())
 
 
 def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "weight") -> dict[str, Tensor]:

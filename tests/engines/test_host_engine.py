@@ -107,70 +107,107 @@ def world(setup: EngineSetup, group: str = "base") -> str:
 WORLDS = {world(setup, group): (setup, cases) for (setup, group), cases in MATRIX.items()}
 
 
+def long_row(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
     return Runs(tmp_path_factory.mktemp("worlds"), WORLDS)
 
 
-def same(a: Path, b: Path, name: str, world_size: int = 2, moments: bool = True) -> None:
-    assert result(a, name) == result(b, name)
-    for kind in ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",):
-        left, right = (assembled(folder, name, "final", world_size, kind) for folder in (a, b))
-        assert left.keys() == right.keys()
-        for tensor in left:
-            assert torch.equal(left[tensor], right[tensor]), tensor
+def same(runs: Runs[str], one: str, other: str, *names: str) -> None:
+    """Losses, norms, weights and moments of these cases are the same bits in two worlds of as many ranks."""
+    for name in names:
+        assert result(runs[one], name) == result(runs[other], name)
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            left, right = (assembled(runs[at], name, "final", WORLDS[at][0].ranks, kind) for at in (one, other))
+            assert left.keys() == right.keys()
+            for tensor in left:
+                assert torch.equal(left[tensor], right[tensor]), (name, tensor)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        # State on disk: accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with
+        # a rest. Of five deep layers four lie on disk and two of those are in memory at once, with recomputation and
+        # without.
+        (world(HOST), world(DISK), ["llama-int8", "qwen2-tied", "llama-deep", "llama-deep-lora"]),
+        long_row(world(HOST, "again"), world(STATES_ON_DISK), ON_DISK),
+        long_row(world(HOST_3), world(DISK_3), [*ON_DISK, *DEEP, "moe", *EXPERTS]),
+        long_row(world(HOST, "experts"), world(DISK, "experts"), EXPERTS),
+        long_row(world(HOST, "compiled"), world(DISK, "compiled"), ["llama-deep-compiled"]),
+        long_row(world(HOSTS, "accumulated"), world(HOSTS_DISK, "accumulated"), ON_DISK),
+        # Sums on disk are exchanged after the one micro-batch of a step.
+        long_row(world(HOSTS), world(HOSTS_DISK, "once"), ONCE),
+        # Streamed layers of which all, some or none learns.
+        long_row(world(HOST, "frozen"), world(DISK, "frozen"), DEEP_FROZEN[:2]),
+        long_row(world(HOST_1, "frozen"), world(DISK_1, "frozen"), [*DEEP_FROZEN, "llama-deep-lora-full"]),
+        # As on GPUs: weights are copied when they have changed, and gradients when somebody waits for them.
+        (world(HOST), world(COPIES), COPIED),
+        long_row(world(HOST), world(COPIES, "more"), MATRIX[COPIES, "more"]),
+        long_row(world(HOST, "bf16"), world(COPIES, "bf16"), ["llama-bf16"]),
+        long_row(world(HOST, "experts"), world(COPIES, "experts"), EXPERTS),
+        long_row(world(HOST), world(COPIES_DISK), MATRIX[COPIES_DISK, "base"]),
+        long_row(world(HOSTS), world(COPIES_HOSTS), MATRIX[COPIES_HOSTS, "base"]),
+        long_row(world(HOSTS, "accumulated"), world(COPIES_HOSTS, "accumulated"), ["qwen2-tied"]),
+        long_row(world(HOSTS_2X2), world(COPIES_2X2), MATRIX[COPIES_2X2, "base"]),
+        # Two NUMA nodes.
+        long_row(world(HOST_4), world(NUMA), ["llama", "llama-bf16", "llama-lora-bf16"]),
+        # Several hosts, where a step is a micro-batch a rank, in fp32 and bf16.
+        (world(HOST), world(HOSTS), ONCE),
+        long_row(world(HOST_3, "once"), world(HOSTS_3), ONCE),
+        # Late hosts: random delays wherever hosts meet, little room for what is on its way.
+        long_row(world(HOSTS), world(LATE), ONCE),
+        long_row(world(HOSTS, "compiled"), world(LATE, "compiled"), ["llama-compiled"]),
+        long_row(world(HOSTS_2X2), world(LATE_2X2), ["llama-bf16-once"]),
+        long_row(world(HOSTS_3), world(LATE_3), ["llama", *ONCE]),
+        # Once more. Of experts, pieces of several, some without a token; recomputed, in bf16, with biases.
+        long_row(world(HOST, "experts"), world(HOST, "again"), EXPERTS),
+    ],
+)
+def test_no_bit_changes(runs: Runs[str], one: str, other: str, names: list[str]) -> None:
+    same(runs, one, other, *names)
 
 
 @pytest.mark.long
 def test_host_engine_equals_fsdp_bit_for_bit_in_fp32(runs: Runs[str]) -> None:
     """Clipped steps with uneven work and accumulation: a + b is b + a, and nothing else differs."""
-    same(runs[world(HOST)], runs[world(FSDP)], "llama")
+    same(runs, world(HOST), world(FSDP), "llama")
 
 
 @pytest.mark.long
 def test_frozen_weights_equal_fsdp_on_hosts_and_on_disk(runs: Runs[str]) -> None:
-    same(runs[world(HOST, "frozen")], runs[world(FSDP, "lora")], "llama-lora")
-    same(runs[world(FSDP_SHARED, "lora")], runs[world(FSDP, "lora")], "llama-lora")
+    same(runs, world(HOST, "frozen"), world(FSDP, "lora"), "llama-lora")
+    same(runs, world(FSDP_SHARED, "lora"), world(FSDP, "lora"), "llama-lora")
+    same(runs, world(HOST, "frozen"), world(DISK, "frozen"), "llama-frozen", "deepseek-deep-bf16")
     for name, bound in (("llama-frozen", 1e-5), ("deepseek-deep-bf16", 1e-3)):
-        same(runs[world(HOST, "frozen")], runs[world(DISK, "frozen")], name)
         one, two = (result(runs[world(setup, "frozen")], name) for setup in (HOST, HOSTS))
         assert two["losses"] == pytest.approx(one["losses"], rel=bound)
 
 
 @pytest.mark.long
 def test_adapters_on_hosts_and_on_disk_change_no_bit(runs: Runs[str]) -> None:
-    same(runs[world(HOST, "lora")], runs[world(LATE, "lora")], "llama-lora-once")
-    same(runs[world(HOST, "lora")], runs[world(DISK, "lora")], "llama-lora-bf16")
+    same(runs, world(HOST, "lora"), world(LATE, "lora"), "llama-lora-once")
+    same(runs, world(HOST, "lora"), world(DISK, "lora"), "llama-lora-bf16")
     one, two = (result(runs[world(setup, "lora")], "llama-lora-bf16") for setup in (HOST, HOSTS))
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
 
 
 def test_fsdp_through_shared_memory_is_fsdp_through_gloo(runs: Runs[str]) -> None:
-    same(runs[world(FSDP_SHARED)], runs[world(FSDP)], "llama")
-    same(runs[world(FSDP_SHARED)], runs[world(FSDP)], "gemma2")
+    same(runs, world(FSDP_SHARED), world(FSDP), "llama", "gemma2")
 
 
 @pytest.mark.long
 def test_host_engine_is_reproducible(runs: Runs[str]) -> None:
-    same(runs[world(HOST, "bf16")], runs[world(HOST, "again")], "llama-bf16")
-    same(runs[world(HOST)], runs[world(HOST, "again")], "llama-int8")
-
-
-@pytest.mark.long
-def test_experts_are_reproducible(runs: Runs[str]) -> None:
-    """Pieces of several experts, some without a token; recomputed, in bf16, with biases."""
-    same(runs[world(HOST, "experts")], runs[world(HOST, "again")], "moe-bf16-full")
-
-
-@pytest.mark.long
-def test_experts_are_the_same_on_disk(runs: Runs[str]) -> None:
-    same(runs[world(HOST, "experts")], runs[world(DISK, "experts")], "moe-bf16-full")
+    same(runs, world(HOST, "bf16"), world(HOST, "again"), "llama-bf16")
+    same(runs, world(HOST), world(HOST, "again"), "llama-int8")
 
 
 @pytest.mark.long
 def test_experts_on_three_ranks_and_two_hosts(runs: Runs[str]) -> None:
     for name in ("moe", "moe-bf16-full"):
-        same(runs[world(HOST_3)], runs[world(DISK_3)], name, 3)
         one, two = result(runs[world(HOST_3)], name), result(runs[world(HOSTS, "experts")], name)
         assert two["losses"] == pytest.approx(one["losses"], rel=1e-5 if name == "moe" else 1e-3)
 
@@ -181,92 +218,10 @@ def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
     assert host == fsdp
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize(
-    ("disk", "memory", "world_size"),
-    [
-        (world(DISK), world(HOST), 2),
-        pytest.param(world(STATES_ON_DISK), world(HOST, "again"), 2, marks=LONG),
-        pytest.param(world(DISK_3), world(HOST_3), 3, marks=LONG),
-        pytest.param(world(HOSTS_DISK, "accumulated"), world(HOSTS, "accumulated"), 2, marks=LONG),
-    ],
-)
-def test_state_on_disk_changes_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
-    """Accumulation over uneven micro-batches, clipping, a tied embedding, frugal states, windows with a rest."""
-    for name in (
-        ("llama-int8", "qwen2-tied") if disk == world(DISK) else ("llama", "llama-bf16", "llama-int8", "qwen2-tied")
-    ):
-        same(runs[disk], runs[memory], name, world_size)
-
-
-@pytest.mark.long
-def test_sums_on_disk_are_exchanged_after_one_micro_batch(runs: Runs[str]) -> None:
-    for name in ONCE:
-        same(runs[world(HOSTS_DISK, "once")], runs[world(HOSTS)], name)
-
-
-@pytest.mark.parametrize(
-    ("disk", "memory", "world_size"),
-    [(world(DISK), world(HOST), 2), pytest.param(world(DISK_3), world(HOST_3), 3, marks=LONG)],
-)
-def test_streamed_layers_change_no_bit(runs: Runs[str], disk: str, memory: str, world_size: int) -> None:
-    """Of five layers four lie on disk and two of those are in memory at once, with recomputation and without."""
-    for name in ("llama-deep",) if disk == world(DISK) else ("llama-deep", "llama-deep-full"):
-        same(runs[disk], runs[memory], name, world_size)
-
-
-def test_streamed_layers_with_adapters_change_no_bit(runs: Runs[str]) -> None:
-    same(runs[world(DISK)], runs[world(HOST)], "llama-deep-lora")
-
-
-@pytest.mark.long
-def test_streamed_frozen_layers_change_no_bit(runs: Runs[str]) -> None:
-    """Layers of which all, some or none learns."""
-    for name in ("llama-deep-frozen", "moe-deep-frozen-int8"):
-        same(runs[world(DISK, "frozen")], runs[world(HOST, "frozen")], name)
-    for name in ("llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora", "llama-deep-lora-full"):
-        same(runs[world(DISK_1, "frozen")], runs[world(HOST_1, "frozen")], name, 1)
-
-
-@pytest.mark.long
-def test_compiled_streamed_layers_change_no_bit(runs: Runs[str]) -> None:
-    same(runs[world(DISK, "compiled")], runs[world(HOST, "compiled")], "llama-deep-compiled")
-
-
-@pytest.mark.parametrize(
-    ("copies", "shared", "names", "world_size"),
-    [
-        (world(COPIES), world(HOST), COPIED, 2),
-        pytest.param(world(COPIES, "more"), world(HOST), MATRIX[COPIES, "more"], 2, marks=LONG),
-        pytest.param(world(COPIES, "bf16"), world(HOST, "bf16"), ["llama-bf16"], 2, marks=LONG),
-        pytest.param(world(COPIES, "experts"), world(HOST, "experts"), EXPERTS, 2, marks=LONG),
-        pytest.param(world(COPIES_DISK), world(HOST), MATRIX[COPIES_DISK, "base"], 2, marks=LONG),
-        pytest.param(world(COPIES_HOSTS), world(HOSTS), MATRIX[COPIES_HOSTS, "base"], 2, marks=LONG),
-        pytest.param(world(COPIES_HOSTS, "accumulated"), world(HOSTS, "accumulated"), ["qwen2-tied"], 2, marks=LONG),
-        pytest.param(world(COPIES_2X2), world(HOSTS_2X2), MATRIX[COPIES_2X2, "base"], 4, marks=LONG),
-    ],
-)
-def test_copies_of_the_weights_change_no_bit(
-    runs: Runs[str], copies: str, shared: str, names: list[str], world_size: int
-) -> None:
-    """As on GPUs: weights are copied when they have changed, and gradients when somebody waits for them."""
-    for name in names:
-        same(runs[copies], runs[shared], name, world_size)
-
-
 @pytest.mark.long
 def test_layers_are_not_streamed_through_copies(runs: Runs[str]) -> None:
     with pytest.raises(AssertionError, match="keeps no weights there with GPUs"):
         runs[world(COPIES_DISK, "streamed")]
-
-
-@pytest.mark.long
-def test_two_numa_nodes_equal_one(runs: Runs[str]) -> None:
-    same(runs[world(NUMA)], runs[world(HOST_4)], "llama", world_size=4)
-    same(runs[world(NUMA)], runs[world(HOST_4)], "llama-bf16", world_size=4)
-    same(runs[world(NUMA)], runs[world(HOST_4)], "llama-lora-bf16", world_size=4)
 
 
 @pytest.mark.long
@@ -277,31 +232,6 @@ def test_two_hosts_equal_one_host_up_to_rounding(runs: Runs[str]) -> None:
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
     assert two["evaluated"] == pytest.approx(one["evaluated"], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("one", "several", "world_size"),
-    [(world(HOST), world(HOSTS), 2), pytest.param(world(HOST_3, "once"), world(HOSTS_3), 3, marks=LONG)],
-)
-def test_hosts_equal_one_host_bit_for_bit(runs: Runs[str], one: str, several: str, world_size: int) -> None:
-    """Where a step is a micro-batch a rank: losses, norms, weights and moments, in fp32 and bf16."""
-    for name in ONCE:
-        same(runs[one], runs[several], name, world_size)
-
-
-@pytest.mark.parametrize(
-    ("several", "late", "world_size", "names"),
-    [
-        pytest.param(world(HOSTS), world(LATE), 2, ["llama-bf16-once", "qwen2-tied-once"], marks=LONG),
-        pytest.param(world(HOSTS, "compiled"), world(LATE, "compiled"), 2, ["llama-compiled"], marks=LONG),
-        pytest.param(world(HOSTS_2X2), world(LATE_2X2), 4, ["llama-bf16-once"], marks=LONG),
-        pytest.param(world(HOSTS_3), world(LATE_3), 3, ["llama", *ONCE], marks=LONG),
-    ],
-)
-def test_late_hosts_change_no_bit(runs: Runs[str], several: str, late: str, world_size: int, names: list[str]) -> None:
-    """Random delays wherever hosts meet, little room for what is on its way."""
-    for name in names:
-        same(runs[several], runs[late], name, world_size)
 
 
 @pytest.mark.long

@@ -38,51 +38,48 @@ def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.Monke
     assert engine_class(config(), on(), 25, "fsdp")[0] == "fsdp"
 
 
-def test_settings_that_an_engine_cannot_follow_are_refused() -> None:
-    with pytest.raises(UserError, match="engine host keeps all states in host memory anyway"):
-        engine_class(config(shard={"engine": "host", "offload": "cpu"}), on("cuda"), 1)
-    with pytest.raises(UserError, match="gloo is for engine fsdp"):
-        engine_class(config(shard={"engine": "host", "collectives": "gloo"}), on(), 1)
+NODES = {"replicate": "nodes", "engine": "fsdp"}
+FP8 = {"fp8": True}
+
+
+@pytest.mark.parametrize(
+    ("shard", "train", "place", "words"),
+    [
+        ({"engine": "host", "offload": "cpu"}, {}, on("cuda"), "engine host keeps all states in host memory anyway"),
+        ({"engine": "host", "collectives": "gloo"}, {}, on(), "gloo is for engine fsdp"),
+        (
+            {"engine": "deepspeed"}, {"compile": "layers"}, on(),
+            r"compile: layers is for engines host and fsdp.*Set train\.compile: none",
+        ),
+        ({"engine": "fsdp"}, {"optimizer_states": "int8"}, on(), "needs shard"),
+        ({"engine": "deepspeed"}, {"objective": "dpo"}, on(), r"needs shard\.engine: host or fsdp, not deepspeed"),
+        (NODES | {"engine": "host"}, {}, on(nodes=2), r"replicate: nodes needs shard\.engine: fsdp, not host"),
+        (NODES | {"engine": "deepspeed"}, {}, on(nodes=2), "fsdp, not deepspeed"),
+        (NODES | {"reduce_dtype": "bf16"}, {}, on(nodes=2), r"leave out shard\.reduce_dtype"),
+        (NODES | {"offload": "cpu"}, {}, on("cuda", nodes=2), r"shard\.offload: cpu is for too little"),
+        ({}, FP8, on("cpu"), r"train\.fp8 is for GPUs"),
+        ({"engine": "host"}, FP8, on("cuda"), r"needs shard\.engine: fsdp, not host"),
+        ({}, FP8 | {"optimizer_states": "int8"}, on("cuda"), r"needs shard\.engine: fsdp, not host"),
+        ({"engine": "deepspeed"}, FP8, on("cuda"), "fsdp, not deepspeed"),
+        ({"offload": "cpu"}, FP8, on("cuda"), r"needs shard\.offload: none"),
+        (NODES, FP8, on("cuda"), r"needs shard\.replicate: none"),
+        ({}, FP8 | {"freeze": ["*norm*"]}, on("cuda"), r"leave out train\.freeze or train\.fp8"),
+    ],
+)  # fmt: skip
+def test_settings_that_an_engine_cannot_follow_are_refused(
+    shard: dict[str, Any], train: dict[str, Any], place: Topology, words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        engine_class(config(shard=shard, train=train), place, 1)
+
+
+def test_settings_of_one_engine_select_it() -> None:
     assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"
-    with pytest.raises(UserError, match=r"compile: layers is for engines host and fsdp.*Set train\.compile: none"):
-        engine_class(config(shard={"engine": "deepspeed"}, train={"compile": "layers"}), on(), 1)
-    with pytest.raises(UserError, match="needs shard"):
-        engine_class(config(shard={"engine": "fsdp"}, train={"optimizer_states": "int8"}), on(), 1)
-    with pytest.raises(UserError, match=r"needs shard\.engine: host or fsdp, not deepspeed"):
-        engine_class(config(shard={"engine": "deepspeed"}, train={"objective": "dpo"}), on(), 1)
-
-
-def test_replicas_refuse_what_excludes_them() -> None:
-    nodes = {"replicate": "nodes", "engine": "fsdp"}
-    assert engine_class(config(shard=nodes), on("cuda", 2, 2), 1)[0] == "fsdp"
-    for shard, words in (
-        ({"engine": "host"}, r"replicate: nodes needs shard\.engine: fsdp, not host"),
-        ({"engine": "deepspeed"}, "fsdp, not deepspeed"),
-        ({"reduce_dtype": "bf16"}, r"leave out shard\.reduce_dtype"),
-    ):
-        with pytest.raises(UserError, match=words):
-            engine_class(config(shard=nodes | shard), on(ranks=2, nodes=2), 1)
-    with pytest.raises(UserError, match=r"shard\.offload: cpu is for too little"):
-        engine_class(config(shard=nodes | {"offload": "cpu"}), on("cuda", 2, 2), 1)
-
-
-def test_fp8_refuses_what_excludes_it() -> None:
-    fp8 = {"global_batch_size": 1, "fp8": True}
-    assert engine_class(config(train=fp8), on("cuda"), 1)[0] == "fsdp"
+    assert engine_class(config(shard=NODES), on("cuda", nodes=2), 1)[0] == "fsdp"
+    assert engine_class(config(train=FP8), on("cuda"), 1)[0] == "fsdp"
     assert TrainSection(fp8=True).precision == "bf16"
-    for train, shard, device, words in (
-        ({}, {}, "cpu", r"train\.fp8 is for GPUs"),
-        ({}, {"engine": "host"}, "cuda", r"needs shard\.engine: fsdp, not host"),
-        ({"optimizer_states": "int8"}, {}, "cuda", r"needs shard\.engine: fsdp, not host"),
-        ({}, {"engine": "deepspeed"}, "cuda", "fsdp, not deepspeed"),
-        ({}, {"offload": "cpu"}, "cuda", r"needs shard\.offload: none"),
-        ({}, {"engine": "fsdp", "replicate": "nodes"}, "cuda", r"needs shard\.replicate: none"),
-        ({"freeze": ["*norm*"]}, {}, "cuda", r"leave out train\.freeze or train\.fp8"),
-    ):
-        with pytest.raises(UserError, match=words):
-            engine_class(config(train=fp8 | train, shard=shard), on(device), 1)
     with pytest.raises(ValueError, match=r"set train\.precision: bf16, or leave fp8 out"):
-        config(train=fp8 | {"precision": "fp32"})
+        config(train=FP8 | {"precision": "fp32"})
 
 
 def test_compiling_without_a_compiler_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,16 +51,20 @@ def test_other_attention(tmp_path: Path, name: str) -> None:
 
 
 @shares_resident
-@pytest.mark.parametrize("kept", ["selective", "full"])
-def test_what_is_recomputed_is_the_same(tmp_path: Path, resident: tuple[Path, list[float]], kept: str) -> None:
-    found = run(tmp_path, kept, 6, "fsdp", precision="fp32", gradient_checkpointing=kept)
-    assert found == pytest.approx(resident[1][:6], rel=1e-5)
-
-
-@shares_resident
-def test_compiled_layers_give_the_same_curve(tmp_path: Path, resident: tuple[Path, list[float]]) -> None:
-    found = run(tmp_path, "compiled", 6, "fsdp", precision="fp32", compile="layers")
-    assert found == pytest.approx(resident[1][:6], rel=1e-4)
+@pytest.mark.parametrize(
+    ("setting", "bound"),
+    [
+        ({"gradient_checkpointing": "selective"}, 1e-5),
+        ({"gradient_checkpointing": "full"}, 1e-5),
+        ({"compile": "layers"}, 1e-4),
+    ],
+    ids=str,
+)
+def test_a_setting_of_speed_or_memory_gives_the_same_curve(
+    tmp_path: Path, resident: tuple[Path, list[float]], setting: dict[str, str], bound: float
+) -> None:
+    losses = run(tmp_path, "same", 6, "fsdp", precision="fp32", **setting)
+    assert losses == pytest.approx(resident[1][:6], rel=bound)
 
 
 @shares_resident
@@ -93,10 +97,14 @@ def test_resumes_where_it_was(tmp_path: Path, engine: str) -> None:
 
 
 @shares_resident
-def test_a_checkpoint_goes_to_the_other_device_and_back(tmp_path: Path, resident: tuple[Path, list[float]]) -> None:
-    run(tmp_path, "crossing", 4, "host", precision="fp32")
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_a_checkpoint_goes_to_another_engine_and_back(
+    tmp_path: Path, resident: tuple[Path, list[float]], device: str
+) -> None:
+    """Engine host computes on the CPU or on the GPU, and fsdp on the GPU."""
+    run(tmp_path, "crossing", 4, "host", device, precision="fp32")
     run(tmp_path, "crossing", 8, "fsdp", precision="fp32")
-    losses = run(tmp_path, "crossing", 12, "host", precision="fp32")
+    losses = run(tmp_path, "crossing", 12, "host", device, precision="fp32")
     assert losses == pytest.approx(resident[1][:12], rel=1e-4)
 
 
@@ -115,14 +123,6 @@ def test_compressed_states_are_for_gpus_too(tmp_path: Path) -> None:
     on_cpu = run(tmp_path, "cpu", 6, "host", "cpu", optimizer_states="int8")
     on_gpu = run(tmp_path, "gpu", 6, "host", DEVICE, optimizer_states="int8")
     assert on_gpu == pytest.approx(on_cpu, rel=2e-2)
-
-
-@shares_resident
-def test_a_checkpoint_goes_from_engine_to_engine(tmp_path: Path, resident: tuple[Path, list[float]]) -> None:
-    run(tmp_path, "engines", 4, "host", DEVICE, precision="fp32")
-    run(tmp_path, "engines", 8, "fsdp", precision="fp32")
-    losses = run(tmp_path, "engines", 12, "host", DEVICE, precision="fp32")
-    assert losses == pytest.approx(resident[1][:12], rel=1e-4)
 
 
 @shares_resident

@@ -226,8 +226,7 @@ def own_ids(run_yaml: Path, text: str) -> list[int]:
     config = aliquot.read_config(run_yaml)
     model_type = config.model.config["model_type"]  # type: ignore[index]
     tokenizer = prepare(config.data, None, 1 << 20, config=AutoConfig.for_model(model_type).to_dict()).load_tokenizer()
-    ids: list[int] = tokenizer.encode(text)
-    return ids
+    return tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("gemma3", marks=pytest.mark.long)])

@@ -286,8 +286,7 @@ def of_llama(**values: Any) -> dict[str, Any]:
 
 
 def saved(**values: Any) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(json.dumps({"model": of_llama(**values)}))
-    return state
+    return json.loads(json.dumps({"model": of_llama(**values)}))
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,7 @@ def epochs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 
 
 def state(directory: Path, step: int) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((directory / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
-    return loaded
+    return json.loads((directory / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
 
 
 @pytest.mark.long
@@ -244,8 +243,7 @@ def damage(file: Path) -> None:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    loaded: dict[str, torch.Tensor] = load_file(directory / "model.safetensors")
-    return loaded
+    return load_file(directory / "model.safetensors")
 
 
 def full_disk(path: Path, data: bytes) -> None:

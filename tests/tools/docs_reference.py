@@ -94,8 +94,7 @@ def _resolved(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     """The object that `field` refers to, also where it may be null; else the field."""
     for each in (field, *field.get("anyOf", ()), *field.get("allOf", ())):
         if "$ref" in each:
-            found: dict[str, Any] = schema["$defs"][each["$ref"].rpartition("/")[2]]
-            return found
+            return schema["$defs"][each["$ref"].rpartition("/")[2]]
     return field
 
 
