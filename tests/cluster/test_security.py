@@ -267,7 +267,7 @@ pieces = st.one_of(st.sampled_from(NASTY), st.text(max_size=12))
 # NUL is no part of any: no file, argument or variable can hold it, and a configuration with it is refused.
 texts = st.lists(pieces, min_size=1, max_size=4).map(lambda found: "".join(found).replace("\x00", "")).filter(bool)
 # Of a path: what a file may be called; the config refuses control characters and `:` in a mount, and expands `~`.
-names = texts.map(lambda text: re.sub(r"[\x00-\x1f\x7f:/]|^~+", "", text)).filter(
+names = texts.map(lambda text: re.sub(r"^[\x00-\x1f\x7f:/~]+|[\x00-\x1f\x7f:/]", "", text)).filter(
     lambda text: text not in ("", ".", "..")
 )
 words = texts.map(lambda text: re.sub(r"\s", "", text)).filter(bool)
