@@ -142,14 +142,11 @@ class LaunchSection(SectionWithNodes):
 Dashboard = Literal["tensorboard", "wandb", "mlflow"]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class ObserveSection(Section):
-    report_to: Annotated[list[Dashboard], BeforeValidator(_as_list, list[Dashboard] | Dashboard)] = Field(
-        ["tensorboard"]
-    )
+    report_to: Annotated[
+        list[Dashboard],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value, list[Dashboard] | Dashboard),
+    ] = Field(["tensorboard"])
     """Dashboards for the metrics in metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an MLflow
     server. The latter two read their own environment variables; no server stops or slows a run."""
     prometheus: int | None = Field(None, ge=1, le=65535)
