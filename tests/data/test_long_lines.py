@@ -9,9 +9,13 @@ import csv
 import gzip
 import io
 import json
+import os
+import re
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.feather
@@ -22,9 +26,10 @@ from hypothesis import strategies as st
 
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import UserError
-from aliquot.data import data_files, documents, json_records, table_records
+from aliquot.data import data_files, documents, file_source, json_records, table_files, table_records
 from aliquot.data.documents import PART_BYTES, Document, Unit, text_documents
 from aliquot.data.file_source import FileSource, record_documents
+from aliquot.data.table_records import binary_documents
 
 
 def whole(parts: list[Document]) -> list[str]:
@@ -80,44 +85,70 @@ def test_a_record_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert "\n" not in error.value.line
 
 
-DICTIONARY = {"text": ["a" * 40_000] * 100, "messages": [[{"role": "user", "content": "a" * 40_000}] * 2] * 100}
+LONG = "a" * (8 << 20)
+DICTIONARY = {"text": [LONG] * 24, "messages": [[{"role": "user", "content": LONG}]] * 24}
 
 
+@pytest.fixture
+def small_table_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_files, "MEMORY_BYTES", 100 << 20)
+    monkeypatch.setattr(table_files, "_idle", [])
+
+
+@pytest.mark.usefixtures("small_table_process")
 @pytest.mark.parametrize(
     "write", [pyarrow.parquet.write_table, pyarrow.feather.write_feather], ids=["parquet", "arrow"]
 )
 @pytest.mark.parametrize("field", DICTIONARY)
-def test_a_table_that_repeats_a_long_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None], field: str
-) -> None:
-    """It is kilobytes on disk; its rows are read a few at once, and a long row is refused before it is in memory."""
-    table = pyarrow.table(DICTIONARY)
+def test_a_table_that_repeats_a_long_text(tmp_path: Path, write: Callable[..., None], field: str) -> None:
+    """It is kilobytes on disk; its rows are read a few at once."""
+    table = pyarrow.table({field: DICTIONARY[field]})
     if write is pyarrow.feather.write_feather:
-        table = table.set_column(0, "text", table["text"].dictionary_encode())
+        table = pyarrow.table({"text": table["text"].dictionary_encode()} if field == "text" else table.slice(0, 4))
     path = tmp_path / ("t.parquet" if write is pyarrow.parquet.write_table else "t.arrow")
     write(table, path, compression="zstd")
-    monkeypatch.setattr(table_records, "_BATCH_BYTES", 1 << 17)
     section = RecordsSection(text_field="text") if field == "text" else RecordsSection(messages="messages")
-    before, most = pyarrow.total_allocated_bytes(), 0
-    for document in record_documents(path, section):
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-        assert document.where.endswith(f"row {document.where.split()[-1]}")
-    assert most < 1 << 20 or path.suffix == ".arrow"
-    monkeypatch.setattr(table_records, "LONGEST_RECORD", 39_000)
-    with pytest.raises(UserError, match=r"t\.\w+, row 1: a record of more than"):
-        list(record_documents(path, section))
+    places = [document.where.removeprefix(f"{path}, row ") for document in record_documents(path, section)]
+    assert places == [str(row) for row in range(1, table.num_rows + 1)]
+
+
+def crashing(path: Path) -> Any:
+    """Stand for a decoder that a damaged file crashes."""
+    os.abort()
+
+
+@pytest.mark.usefixtures("small_table_process")
+@pytest.mark.parametrize("name", ["page.parquet", "dictionary.parquet", "batch.arrow", "record.arrow", "crash.arrow"])
+def test_a_table_of_kilobytes_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    text = pyarrow.array(["fine", "a" * ((65 if name == "record.arrow" else 120) << 20)])
+    table, path = pyarrow.table({"text": text, "id": [1, 2]}), tmp_path / name
+    if path.suffix == ".parquet":
+        dictionary = name.startswith("dictionary")
+        pyarrow.parquet.write_table(table, path, row_group_size=1, compression="zstd", use_dictionary=dictionary)
+    else:
+        pyarrow.feather.write_feather(table, path, compression="zstd", chunksize=1)
+    assert path.stat().st_size < 1 << 16
+    if name == "crash.arrow":
+        monkeypatch.setitem(file_source._DOCUMENTS_BY_SUFFIX, ".arrow", partial(binary_documents, "Arrow", crashing))
+    message = {
+        "record.arrow": "row 2: a record of more than 64 MiB",
+        "crash.arrow": "after row 0: reading its schema needs more than 100 MiB of memory, or the file is damaged",
+    }.get(name, "after row 1: reading text needs more than 100 MiB of memory, or the file is damaged: write it again")
+    with pytest.raises(UserError, match=f"{re.escape(name)}, {message}") as caught:
+        list(record_documents(path, RecordsSection(text_field="text")))
+    assert "\n" not in caught.value.line and not table_files._idle
 
 
 def test_sizes_of_rows() -> None:
     text = pyarrow.array(["ab", None, "abc", "ab"])
     for array in (text.dictionary_encode(), text.cast(pyarrow.string_view()), text.cast(pyarrow.large_string())):
-        assert table_records._row_bytes(array[1:]).tolist() == [0, 3, 2]
+        assert table_files._row_bytes(array[1:]).tolist() == [0, 3, 2]
     lists = pyarrow.array([["zz"], None, [], [["ab", "c"], ["d"]][0]])
     for kind in (pyarrow.list_, pyarrow.large_list):
-        assert table_records._row_bytes(lists.cast(kind(pyarrow.string()))[1:]).tolist() == [0, 0, 3]
+        assert table_files._row_bytes(lists.cast(kind(pyarrow.string()))[1:]).tolist() == [0, 0, 3]
     rows = pyarrow.array([{"a": "abc", "b": 1}, None, {"a": "x", "b": 2}])
-    assert table_records._row_bytes(rows)[[0, 2]].tolist() == [11, 9]
-    assert table_records._row_bytes(pyarrow.array([["a", "bc"]], pyarrow.list_(pyarrow.string(), 2))).tolist() == [3]
+    assert table_files._row_bytes(rows)[[0, 2]].tolist() == [11, 9]
+    assert table_files._row_bytes(pyarrow.array([["a", "bc"]], pyarrow.list_(pyarrow.string(), 2))).tolist() == [3]
 
 
 TALKS = [{"text": f"row {n} \u00e9 {'x' * (n % 7)}"} for n in range(300)]

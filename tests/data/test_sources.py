@@ -100,34 +100,6 @@ def test_parquet_rows(tmp_path: Path) -> None:
         texts(tmp_path / "p.parquet")
 
 
-def test_long_rows_of_parquet_are_read_a_few_at_once(tmp_path: Path) -> None:
-    rows = [f"{n:02}" * (1 << 19) for n in range(48)]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": rows}), tmp_path / "p.parquet", use_dictionary=False, write_batch_size=1
-    )
-    before, most = pyarrow.total_allocated_bytes(), 0
-    for row, document in zip(rows, source(tmp_path / "p.parquet").documents(), strict=True):
-        assert document.text == row
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-    assert most < 36 << 20
-
-
-def test_dictionary_that_the_metadata_of_parquet_denies(tmp_path: Path) -> None:
-    """Kilobytes that repeat a long text stay references, as if the metadata were true."""
-    file, row = tmp_path / "p.parquet", "x" * 40_000
-    pyarrow.parquet.write_table(pyarrow.table({"text": [row] * 512}), file, compression="zstd", write_statistics=False)
-    column, data = pyarrow.parquet.read_metadata(file).row_group(0).column(0), file.read_bytes()
-    # Thrift's fields 9 and 11, the offsets of the data pages and of the dictionary, become 9 and an unknown field.
-    at = data.rindex(bytes((0x26, 2 * column.data_page_offset, 0x26, 2 * column.dictionary_page_offset)))
-    file.write_bytes(data[:at] + bytes((0x26, 2 * column.dictionary_page_offset, 0x16)) + data[at + 3 :])
-    assert not pyarrow.parquet.read_metadata(file).row_group(0).column(0).has_dictionary_page
-    before, most = pyarrow.total_allocated_bytes(), 0
-    for document in source(file).documents():
-        assert document.text == row
-        most = max(most, pyarrow.total_allocated_bytes() - before)
-    assert most < 1 << 20
-
-
 def test_invalid_utf_8_in_parquet_is_named(tmp_path: Path) -> None:
     column = pyarrow.array([b"fine", b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "p.parquet")
@@ -438,7 +410,7 @@ def test_saved_dataset_loads_through_data_dataset(tmp_path: Path, monkeypatch: p
         source(tmp_path)
     section = DataSection(dataset=str(tmp_path / "saved"), split="train")
     assert [document.text for document in source_of(section, tmp_path).documents()] == ["one", "two", "three"]
-    monkeypatch.setattr("aliquot.data.table_records.LONGEST_RECORD", 4)
+    monkeypatch.setattr("aliquot.data.table_files.LONGEST_RECORD", 4)
     with pytest.raises(UserError, match=r"saved, split train, row 3: a record of more than"):
         list(source_of(section, tmp_path).documents())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -48,6 +49,24 @@ class Worker:
         )
         theirs.close()
 
+    def send(self, request: Any) -> None:
+        with suppress(ConnectionError):  # `receive` raises the error of a worker that has ended
+            self.connection.send(request)
+
+    def receive(self) -> Any:
+        """Return the next answer. Raises it if it is an exception, and `ended` if the worker has ended."""
+        try:
+            answer = self.connection.recv()
+        except (EOFError, ConnectionError):
+            raise self.ended(self.process.wait()) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ended(self, exit_code: int) -> Exception:
+        """Return the error for a worker that has ended without an answer."""
+        return MemoryError(f"exit code {exit_code}")
+
     def close(self) -> None:
         self.connection.close()
         self.process.kill()
@@ -60,6 +79,15 @@ def serve(descriptor: int, function: str) -> None:
     module, _, name = function.partition(":")
     with suppress(BrokenPipeError, ConnectionResetError):  # the parent has died
         getattr(importlib.import_module(module), name)(Connection(descriptor))
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Let this process allocate at most `size_bytes` more than it has; mapped files do not count."""
+    allocated = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = allocated + size_bytes
+    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, highest))
 
 
 def requests(connection: Connection) -> Iterator[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import signal
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.core.errors import TokenizerError, UserError
-from aliquot.core.python_command import Worker, requests
+from aliquot.core.python_command import Worker, limit_memory, requests
 
 _ADVICE = "Set data.chat_template, or the tokenizer's chat template, to another one"
 
@@ -56,14 +55,14 @@ def in_template_process(function: Callable[..., Any], *arguments: Any) -> Any:
         process = _processes.get(os.getpid()) or _TemplateProcess()
         _processes[os.getpid()] = process
         try:
-            result = process.call(function, arguments)
-        except BaseException:  # the process has ended, or an interrupt has separated a request from its answer
-            del _processes[os.getpid()]
-            process.close()
+            process.send((function, arguments))
+            return process.receive()
+        except BaseException as error:
+            # The process has ended, or an interrupt has separated a request from its answer.
+            if not isinstance(error, UserError | TemplateFailure) or process.process.poll() is not None:
+                del _processes[os.getpid()]
+                process.close()
             raise
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def render_chat(
@@ -100,18 +99,13 @@ def render_chat(
 class _TemplateProcess(Worker):
     def __init__(self) -> None:
         super().__init__(f"{__name__}:serve", OPENBLAS_NUM_THREADS="1")
-        self.connection.send(limits)
+        self.send(limits)
 
-    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        try:
-            self.connection.send((function, arguments))
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
-            code = self.process.wait()
-            reason = f"its process ended (exit code {code}); perhaps for lack of memory"
-            if code == -signal.SIGPROF:
-                reason = f"it has run for {limits.cpu_s:g} s, as one that loops for ever does"
-            raise TokenizerError(f"the chat template fails: {reason}. {_ADVICE}") from None
+    def ended(self, exit_code: int) -> TokenizerError:
+        reason = f"its process ended (exit code {exit_code}); perhaps for lack of memory"
+        if exit_code == -signal.SIGPROF:
+            reason = f"it has run for {limits.cpu_s:g} s, as one that loops for ever does"
+        return TokenizerError(f"the chat template fails: {reason}. {_ADVICE}")
 
 
 def serve(connection: Connection) -> None:
@@ -119,11 +113,7 @@ def serve(connection: Connection) -> None:
     vars(limits).update(vars(connection.recv()), are_in_force=True)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends this process, even inside one operation
     _import_light()
-    mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, highest = resource.getrlimit(resource.RLIMIT_AS)
-    limit = mapped_bytes + limits.memory_bytes
-    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, highest))
+    limit_memory(limits.memory_bytes)
     for function, arguments in requests(connection):
         try:
             answer = function(*arguments)

@@ -180,29 +180,11 @@ class EncoderProcess(Worker):
 
     def __init__(self, spec: EncoderSpec) -> None:
         super().__init__(f"{__name__}:serve", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
-        self.connection.send(spec)  # does not block: the spec fits into the pipe's buffer
+        self.send(spec)  # does not block: the spec fits into the pipe's buffer
 
-    def send(self, batch: Texts) -> None:
-        """Send a batch. Raises TrainingError if the worker has died."""
-        try:
-            self.connection.send(batch)
-        except ConnectionError as error:
-            raise self._lost() from error
-
-    def receive(self) -> Encoded:
-        """Return the result of the batch. Raises the worker's UserError, or TrainingError if the worker has died."""
-        try:
-            result: Encoded | UserError = self.connection.recv()
-        except (EOFError, ConnectionError) as error:
-            raise self._lost() from error
-        if isinstance(result, UserError):
-            raise result
-        return result
-
-    def _lost(self) -> TrainingError:
-        code = self.process.wait()
+    def ended(self, exit_code: int) -> TrainingError:
         return TrainingError(
-            f"a tokenising process ended (exit code {code}); perhaps for lack of memory: lower data.num_proc"
+            f"a tokenising process ended (exit code {exit_code}); perhaps for lack of memory: lower data.num_proc"
         )
 
 

@@ -20,7 +20,8 @@ from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_docume
 from aliquot.data.formats import refuse_unknown
 from aliquot.data.json_records import json_documents, jsonl_documents
 from aliquot.data.remote_files import NamedProgress, RemoteFile, find_remote
-from aliquot.data.table_records import binary_documents, csv_documents, open_arrow, open_parquet
+from aliquot.data.table_files import open_arrow, open_parquet
+from aliquot.data.table_records import binary_documents, csv_documents
 from aliquot.stores.store import is_url
 
 _NOT_READ = {".tsv", ".feather", ".orc", ".avro", ".xls", ".xlsx"}

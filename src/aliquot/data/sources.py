@@ -21,7 +21,8 @@ from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, format_of, refuse_unknown
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.table_records import RecordTable, rows_at_once, table_documents
+from aliquot.data.table_files import Batches, Record, RecordTable, bounded_records, rows_at_once
+from aliquot.data.table_records import table_documents
 
 
 class Source(Protocol):
@@ -144,19 +145,22 @@ class HubSource:
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents. Raises UserError if no record can be read."""
-        table = RecordTable(self.dataset.features.arrow_schema, self._read, self._rows)
+        table = RecordTable(self.dataset.features.arrow_schema, self._read)
         return refuse_bad_alone(table_documents(table, self.section, self.form, self.label, self.total_bytes))
 
-    def _read(self, columns: list[str]) -> Iterator[tuple[Any, float]]:
+    def _read(self, columns: list[str]) -> Iterator[tuple[Sequence[Record], float]]:
+        return bounded_records(self._batches(columns), self.label, self._rows)
+
+    def _batches(self, columns: list[str]) -> Batches:
         rows, selected = 0, self.dataset.select_columns(columns).with_format("arrow")
         for table in selected.iter(batch_size=rows_at_once(self.total_bytes, len(self.dataset))):
             for batch in table.to_batches():
                 rows += len(batch)
                 yield batch, rows / len(self.dataset)
 
-    def _rows(self, batch: Any) -> Iterator[dict[str, Any]]:
+    def _rows(self, batch: Any) -> list[Record]:
         values = self.dataset.features.decode_batch(batch.to_pydict())
-        return (dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True))
+        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
 
 
 def _saved_tables(directory: Path) -> list[str]:
