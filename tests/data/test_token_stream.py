@@ -128,7 +128,7 @@ def test_what_is_left_out_of_later_segments_is_reported(model: Path, tmp_path: P
     records[3] = records[20] = json.dumps({"text": " "})
     records[17] = records[30] = "no record"
     (tmp_path / "records.jsonl").write_text("\n".join(records))
-    settings = section(tmp_path / "records.jsonl", tmp_path / "cache", document=None)
+    settings = section(tmp_path / "records.jsonl", tmp_path / "cache", document=None, unused_fields=["txet"])
     for _ in range(2):  # the second time from the cache
         _, batches = stream(settings, model)
         report = StreamedIrregularities(batches)
@@ -139,6 +139,7 @@ def test_what_is_left_out_of_later_segments_is_reported(model: Path, tmp_path: P
         assert "records.jsonl:18: " in news and list(report.news()) == []
         (totals,) = report.totals()
         assert totals.startswith("data: in all segments 2 x a blank record, left out; 2 x a line or an element ")
+        assert "1 x a field in data.unused_fields that no record has" in totals and "did you mean 'text'" in totals
         batches.close()
 
 

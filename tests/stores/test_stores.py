@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import boto3
 import fsspec
 import pytest
-from fsspec.asyn import AsyncFileSystem
+from fsspec import AbstractFileSystem
 
 from aliquot.core.errors import StorageError, UserError
 from aliquot.stores.s3_store import S3Store
@@ -168,18 +168,31 @@ def test_missing_boto3_names_the_extra() -> None:
     assert "s3://x needs boto3: pip install 'aliquot[s3]'" in told
 
 
-class SilentFileSystem(AsyncFileSystem):  # type: ignore[misc]
-    """A server that accepts a request and never answers."""
+class SilentFileSystem(AbstractFileSystem):  # type: ignore[misc]
+    """A server that accepts a request and sends so little that no timeout between two bytes ends the request."""
 
     protocol = "silent"
 
-    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
-        await asyncio.sleep(600)
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        time.sleep(600)
         return b""
 
+    def find(self, path: str, **_: object) -> dict[str, dict[str, object]]:
+        raise TimeoutError("told by the server") if path.endswith("told") else TimeoutError(self.cat_file(path))
 
-def test_silent_server_of_an_asynchronous_file_system_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    "request_, message",
+    [
+        (lambda: open_store("silent://there").read("corpus.txt", 0, 9), "there: TimeoutError: no answer within 0.1 s"),
+        (lambda: open_store("silent://there").find(), "there: TimeoutError: no answer within 0.1 s"),
+        (lambda: open_store("silent://there/told").find(), "told: TimeoutError: told by the server"),
+    ],
+)
+def test_silent_server_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, request_: Callable[[], object], message: str
+) -> None:
     fsspec.register_implementation("silent", SilentFileSystem, clobber=True)
-    monkeypatch.setattr("aliquot.stores.store._READ_LIMIT_S", 0.2)
-    with pytest.raises(StorageError, match="silent://there: FSTimeoutError"):
-        open_store("silent://there").read("corpus.txt", 0, 9)
+    monkeypatch.setattr("aliquot.stores.store._READ_LIMIT_S", 0.1)
+    with pytest.raises(StorageError, match=message):
+        request_()

@@ -16,8 +16,8 @@ from aliquot.config.data_section import RecordsSection
 from aliquot.core.errors import ConfigError, DataError
 from aliquot.data.cache import digests, sampled_digest
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
-from aliquot.data.documents import Document, Unit, refuse_bad_alone, text_documents
-from aliquot.data.formats import refuse_unknown
+from aliquot.data.documents import UNKNOWN_FIELD, Document, Unit, left_out, refuse_bad_alone, text_documents
+from aliquot.data.formats import unknown_field
 from aliquot.data.json_records import json_documents, jsonl_documents
 from aliquot.data.remote_files import NamedProgress, RemoteFile, find_remote
 from aliquot.data.table_files import open_arrow, open_parquet
@@ -130,15 +130,11 @@ class FileSource:
         Raises UserError if no record can be read, in all files or in one file with several records, and at the end if
         no record has one of data.unused_fields, because single records may lack a field.
         """
-        unknown = set(self.section.unused_fields) if self.names_own_fields else set()
-        fields: Collection[str] = ()
         documents = chain(self.left_out_files(), (document for _, document in self.documents_after()))
         for document in refuse_bad_alone(documents):
+            if document.reason == UNKNOWN_FIELD:
+                raise DataError(document.where)
             yield document
-            unknown.difference_update(document.fields)
-            fields = document.fields or fields
-        if fields:
-            refuse_unknown(unknown, fields, self.label)
 
     def left_out_files(self) -> Iterator[Document]:
         """Yield a blank document with a reason for each file that is not read."""
@@ -146,13 +142,22 @@ class FileSource:
             yield from [Document("", "text", 0, reason=reason)] * count
 
     def documents_after(self, place: Place = BEGINNING) -> Iterator[tuple[Place, Document]]:
-        """Yield the documents after `place`, each with its own place; of earlier files, nothing is read."""
+        """Yield the documents after `place`, each with its own place; of earlier files, nothing is read.
+
+        After all documents, yield a blank one with the reason UNKNOWN_FIELD if no record has one of data.unused_fields.
+        """
+        unknown = set(self.section.unused_fields) if self.names_own_fields and place == BEGINNING else set()
+        fields: Collection[str] = ()
         before_bytes = sum(map(self._size_bytes, self.files[: place.file]))
         for index in range(place.file, len(self.files)):
             for number, document in enumerate(self._documents_of(index), 1):
+                unknown.difference_update(document.fields)
+                fields = document.fields or fields
                 if index > place.file or number > place.number:
                     yield Place(index, number), document._replace(done_bytes=before_bytes + document.done_bytes)
             before_bytes += self._size_bytes(self.files[index])
+        if fields and (error := unknown_field(unknown, fields, self.label)):
+            yield Place(len(self.files), 0), left_out(error, before_bytes)
 
     def _documents_of(self, index: int) -> Iterator[Document]:
         file, unit = self.files[index], self.units[index]

@@ -24,6 +24,7 @@ from aliquot.data.documents import (
     NO_RECORD,
     TOO_DEEP,
     UNCLEAR_PROMPT,
+    UNKNOWN_FIELD,
     BadRecordError,
     Document,
     Kind,
@@ -322,19 +323,21 @@ def _answer_format(kind: Kind, prompts: tuple[str, ...], answers: tuple[str, ...
     return Format(kind, (*prompts, *answers), optional, prompts, answers)
 
 
-def refuse_unknown(fields: Collection[str], names: Collection[str], where: str) -> None:
-    """Raise DataError for one of `fields` (data.unused_fields) that is not in `names`, the fields of the records."""
-    for field_name in sorted(set(fields) - set(names)):
-        raise _missing_field(field_name, names, "data.unused_fields", where)
+def unknown_field(fields: Collection[str], names: Collection[str], where: str) -> BadRecordError | None:
+    """Return the error for one of `fields` (data.unused_fields) that is not in `names`, the fields of the records."""
+    unknown = sorted(set(fields) - set(names))
+    return _missing_field(unknown[0], names, "data.unused_fields", where, UNKNOWN_FIELD) if unknown else None
 
 
-def _missing_field(missing: str, names: Iterable[str], keys: str, where: str | Path) -> BadRecordError:
+def _missing_field(
+    missing: str, names: Iterable[str], keys: str, where: str | Path, reason: str = MISSING_FIELD
+) -> BadRecordError:
     """Return the error for a field that is not in `names`; `keys` of the configuration may name another field."""
     present = list(map(str, names))
     near = get_close_matches(missing, present, 1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     message = f"no field {missing!r}; there are {', '.join(present)}{meant}{keys and f': set {keys}'}"
-    return BadRecordError(message, where, MISSING_FIELD)
+    return BadRecordError(message, where, reason)
 
 
 def _unknown_format(names: Sequence[str], where: str | Path) -> DataError:

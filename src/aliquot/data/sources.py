@@ -19,7 +19,7 @@ from aliquot.core.small_files import hub_advice, limit_hub_time, read_small_file
 from aliquot.data.cache import digests
 from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
-from aliquot.data.formats import Format, format_of, refuse_unknown
+from aliquot.data.formats import Format, format_of, unknown_field
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.table_files import Batches, Record, RecordTable, bounded_records, rows_at_once
 from aliquot.data.table_records import table_documents
@@ -124,7 +124,8 @@ class HubSource:
             advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
             raise DataError(f"cannot load the dataset: {reason}{advice}", label) from error
         local = Path(section.dataset).exists()
-        refuse_unknown(section.unused_fields, dataset.column_names, label)
+        if error := unknown_field(section.unused_fields, dataset.column_names, label):
+            raise error
         return cls(
             dataset=dataset,
             section=section,

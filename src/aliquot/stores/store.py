@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +27,7 @@ from aliquot.core.errors import (
 from aliquot.core.small_files import publish_bytes
 
 _PART_BYTES = 64 << 20
-_READ_LIMIT_S = 600.0  # for one read of at most a part
+_READ_LIMIT_S = 600.0  # for a listing, or one read of at most a part
 # Errors of fsspec's file systems that would recur if the request were repeated.
 _PERMANENT = (FileNotFoundError, PermissionError, NotImplementedError, TypeError, ValueError)
 # Details of fsspec's file systems that tell one version of a file from another. Others are no sign of a change, such as
@@ -169,8 +171,6 @@ class FsspecStore(Store):
         self._fs: Any
         try:
             self._fs, self._root = url_to_fs(url)
-            # Asynchronous file systems wait for a silent server without limit.
-            self._limits = {"timeout": _READ_LIMIT_S} if self._fs.async_impl else {}
         except (ImportError, ValueError) as error:
             raise MissingToolError(f"{url}: {' '.join(str(error).split())}") from None
         except Exception as error:  # each file system raises different errors, also for an incomplete URL
@@ -182,9 +182,9 @@ class FsspecStore(Store):
     def find(self, name: str = "") -> dict[str, FileVersion]:
         with self._request():
             self._fs.invalidate_cache()
-            paths = self._fs.find(self._path(name) if name else self._root, detail=True)
+            paths = _within_limit(self._fs.find, self._path(name) if name else self._root, detail=True)
             # fsspec finds a path that is a file, but without details.
-            facts = {path: details or self._fs.info(path) for path, details in paths.items()}
+            facts = {path: details or _within_limit(self._fs.info, path) for path, details in paths.items()}
         self._details |= facts
         return {
             path.removeprefix(f"{self._root}/"): FileVersion(
@@ -198,10 +198,10 @@ class FsspecStore(Store):
     def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         path = self._path(name)
         with self._request(FileNotFoundError, FileChangedError):
-            data = bytes(self._fs.cat_file(path, start=start, end=stop, **self._limits)) if start < stop else b""
+            data = bytes(_within_limit(self._fs.cat_file, path, start=start, end=stop)) if start < stop else b""
             if version is not None:  # checked after reading: the file had this version before, in `find`
                 self._fs.invalidate_cache()
-                _refuse_change(self._details[path], self._fs.info(path))
+                _refuse_change(self._details[path], _within_limit(self._fs.info, path))
         return data
 
     def put(self, name: str, data: bytes) -> None:
@@ -236,6 +236,26 @@ class FsspecStore(Store):
                 raise
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
             raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+
+
+def _within_limit(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return `work(*arguments, **options)`, called in a thread, because a server may be silent or send very little.
+
+    Raises the exception of `work`, and TimeoutError after _READ_LIMIT_S.
+    """
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work(*arguments, **options))
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return result.result(_READ_LIMIT_S)
+    except TimeoutError as error:
+        raise error if result.done() else TimeoutError(f"no answer within {_READ_LIMIT_S:g} s") from None
 
 
 def _version_of(stat: os.stat_result) -> FileVersion:
