@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from aliquot.core.decode import decode_json
 from aliquot.data.documents import NO_MESSAGES, NO_TEXT_CONTENT, UNKNOWN_ROLE, UNUSABLE_FLAG, BadRecordError
 
+T = TypeVar("T")
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # roles of chat templates
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -84,10 +85,7 @@ def read_text(value: object, field: str, where: str, expected: str = "text") -> 
 def read_text_or_messages(value: object, field: str, where: str) -> str | list[dict[str, Any]]:
     """Return the text or the messages in a field: a list of messages, one message, or either of them as JSON text."""
     if isinstance(value, str) and _MESSAGES_AS_TEXT.match(value):
-        try:
-            listed = decode_json(value)
-        except ValueError as error:
-            raise _not_json(field, error, where) from error
+        listed = _from_json(value, field, where)
         messages = listed if isinstance(listed, list) else [listed]
         value = messages if all(map(is_message, messages)) else value
     if is_message(value):
@@ -102,35 +100,32 @@ def is_message(value: object) -> bool:
 
 def read_list(value: object, field: str, where: str) -> list[Any]:
     """Return the list in a field, decoded from JSON if the field holds text; an empty list if it is null or blank."""
-    decoded = _decoded(value, field, where) or []
-    if not isinstance(decoded, list):
-        raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not a list", where)
-    return decoded
+    return _read_as(list, "a list", value, field, where)
 
 
 def read_object(value: object, field: str, where: str) -> dict[str, Any]:
     """Return the object in a field, decoded from JSON if the field holds text; an empty one if it is null or blank."""
-    decoded = _decoded(value, field, where) or {}
-    if not isinstance(decoded, dict):
-        raise BadRecordError(f"field {field!r} holds {type(decoded).__name__}, not an object", where)
-    return decoded
+    return _read_as(dict, "an object", value, field, where)
 
 
-def _decoded(value: object, field: str, where: str) -> object:
+def _read_as(kind: type[T], title: str, value: object, field: str, where: str) -> T:
     if isinstance(value, str) and value.strip():
-        try:
-            value = decode_json(value)
-        except ValueError as error:
-            raise _not_json(field, error, where) from error
-    return None if isinstance(value, str) else value
+        value = _from_json(value, field, where)
+    value = kind() if isinstance(value, str) else value or kind()
+    if not isinstance(value, kind):
+        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not {title}", where)
+    return value
 
 
-def _not_json(field: str, error: ValueError, where: str) -> BadRecordError:
-    return BadRecordError(
-        f"field {field!r} holds text that is not JSON ({error}): write JSON (json.dumps), or rename the field if no"
-        " chat template uses it",
-        where,
-    )
+def _from_json(text: str, field: str, where: str) -> Any:
+    try:
+        return decode_json(text)
+    except ValueError as error:
+        raise BadRecordError(
+            f"field {field!r} holds text that is not JSON ({error}): write JSON (json.dumps), or rename the field if no"
+            " chat template uses it",
+            where,
+        ) from error
 
 
 def read_messages(value: object, field: str, where: str) -> list[dict[str, Any]]:
