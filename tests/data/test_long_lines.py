@@ -91,7 +91,7 @@ DICTIONARY = {"text": [LONG] * 24, "messages": [[{"role": "user", "content": LON
 
 @pytest.fixture
 def small_table_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_files, "MEMORY_BYTES", 100 << 20)
+    monkeypatch.setattr(table_files, "MEMORY_BYTES", 200 << 20)
     monkeypatch.setattr(table_files, "_idle", [])
 
 
@@ -120,7 +120,7 @@ def crashing(path: Path) -> Any:
 @pytest.mark.usefixtures("small_table_process")
 @pytest.mark.parametrize("name", ["page.parquet", "dictionary.parquet", "batch.arrow", "record.arrow", "crash.arrow"])
 def test_a_table_of_kilobytes_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    text = pyarrow.array(["fine", "a" * ((65 if name == "record.arrow" else 120) << 20)])
+    text = pyarrow.array(["fine", "a" * ((65 if name == "record.arrow" else 240) << 20)])
     table, path = pyarrow.table({"text": text, "id": [1, 2]}), tmp_path / name
     if path.suffix == ".parquet":
         dictionary = name.startswith("dictionary")
@@ -132,8 +132,8 @@ def test_a_table_of_kilobytes_that_expands(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setitem(file_source._DOCUMENTS_BY_SUFFIX, ".arrow", partial(binary_documents, "Arrow", crashing))
     message = {
         "record.arrow": "row 2: a record of more than 64 MiB",
-        "crash.arrow": "after row 0: reading its schema needs more than 100 MiB of memory, or the file is damaged",
-    }.get(name, "after row 1: reading text needs more than 100 MiB of memory, or the file is damaged: write it again")
+        "crash.arrow": "after row 0: reading its schema needs more than 200 MiB of memory, or the file is damaged",
+    }.get(name, "after row 1: reading text needs more than 200 MiB of memory, or the file is damaged: write it again")
     with pytest.raises(UserError, match=f"{re.escape(name)}, {message}") as caught:
         list(record_documents(path, RecordsSection(text_field="text")))
     assert "\n" not in caught.value.line and not table_files._idle

@@ -124,8 +124,8 @@ class HubSource:
             advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
             raise DataError(f"cannot load the dataset: {reason}{advice}", label) from error
         local = Path(section.dataset).exists()
-        if error := unknown_field(section.unused_fields, dataset.column_names, label):
-            raise error
+        if unknown := unknown_field(section.unused_fields, dataset.column_names, label):
+            raise unknown
         return cls(
             dataset=dataset,
             section=section,

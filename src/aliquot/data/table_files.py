@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from itertools import islice, pairwise
 from multiprocessing.connection import Connection
@@ -62,7 +62,7 @@ def in_table_process(open_table: TableOpener, path: Path) -> Iterator[RecordTabl
             row += len(answer[0])
 
     try:
-        worker.send((open_table, path))
+        worker.send((open_table, path.absolute(), str(path)))  # the working directory may have changed
         yield RecordTable(worker.receive(), read)
     except BaseException as error:
         worker.close()
@@ -88,11 +88,11 @@ def serve(connection: Connection) -> None:
     import pyarrow.parquet  # noqa: F401
 
     limit_memory(connection.recv())
-    for open_table, path in requests(connection):
+    for open_table, path, where in requests(connection):
         try:
             with open_table(path) as (schema, read):
                 connection.send(schema)
-                for records in bounded_records(read(connection.recv()), path):
+                for records in bounded_records(read(connection.recv()), where):
                     connection.send(records)
             connection.send(None)
         except Exception as error:  # whatever the decoder raises
@@ -111,14 +111,15 @@ def open_parquet(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Batche
             group = file.metadata.row_group(index)
             batches = partial(file.iter_batches, row_groups=[index], columns=columns)
             skipped = rows_before
-            try:
+            with suppress(MemoryError):
                 for batch in batches(rows_at_once(group.total_byte_size, group.num_rows)):
                     rows_before += len(batch)
                     yield batch, rows_before / rows
-            except MemoryError:  # kilobytes may repeat a long text in thousands of rows
-                for batch in islice(batches(1), rows_before - skipped, None):
-                    rows_before += 1
-                    yield batch, rows_before / rows
+                continue
+            # Kilobytes may repeat a long text in thousands of rows.
+            for batch in islice(batches(1), rows_before - skipped, None):
+                rows_before += 1
+                yield batch, rows_before / rows
 
     with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
         yield file.schema_arrow, read
