@@ -289,9 +289,12 @@ def _train_within(group: Path, plan: dict[str, Any], config: Path, *overrides: s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("freeze", "frozen_shapes"), [([], 0), (["model.layers.*.mlp.*"], 2)])
+@pytest.mark.parametrize(
+    ("checkpointing", "memory", "freeze", "frozen_shapes"),
+    [("none", 1.7, [], 0), ("auto", 1.5, ["model.layers.*.mlp.*"], 2)],
+)
 def test_planned_peak_plus_5_percent_suffices(
-    tmp_path: Path, group: Path, freeze: list[str], frozen_shapes: int
+    tmp_path: Path, group: Path, checkpointing: str, memory: float, freeze: list[str], frozen_shapes: int
 ) -> None:
     config = tmp_path / "run.yaml"
     values = {
@@ -303,6 +306,7 @@ def test_planned_peak_plus_5_percent_suffices(
             "global_batch_size": 2,
             "per_device_train_batch_size": 1,
             "precision": "fp32",
+            "gradient_checkpointing": checkpointing,
             "freeze": freeze,
         },
         "shard": {"engine": "host", "offload": "disk"},
@@ -311,7 +315,8 @@ def test_planned_peak_plus_5_percent_suffices(
         "observe": {"report_to": []},
     }
     config.write_text(yaml.safe_dump(values))
-    plan = _plan(config, "shard.memory=1.7")
+    plan = _plan(config, f"shard.memory={memory}")
+    assert plan["gradient_checkpointing"] == ("full" if checkpointing == "auto" else checkpointing)
     assert len(plan["on_disk"]["frozen"]) == frozen_shapes
     assert plan["on_disk"]["layers"] == 8, "all layers are to be on disk: no plan holds less"
     assert "8 layers whole" in _train_within(group, plan, config, "shard.memory={limit}")
