@@ -31,6 +31,54 @@ PRIVATE_WORDS = re.compile(r"told|found|kept|met|given|wanted|each|own|beside|be
 ALLOWED_NAMES = {"by_alias", "found"}  # a parameter of pydantic; a key of doctor.json
 SHARED_FILE_NAMES = {"__init__", "base"}
 TESTS = Path(__file__).parent
+# Of modules that no test of their package imports, because the tests start a command or look from elsewhere.
+TESTED_BY = {
+    "cli/test_chat": {"cli/generate_command"},
+    "cli/test_cluster": {"cli/cluster_command"},
+    "cli/test_export": {"cli/export_command"},
+    "cluster/test_aws_account": {"config/cluster_section"},
+    "cluster/test_check": {
+        "cluster/node_pool_view", "cluster/quantity", "cluster/rules_config", "cluster/rules_environment",
+        "cluster/rules_job", "cluster/rules_mounted_config", "cluster/rules_nodes", "cluster/rules_references",
+        "cluster/rules_volumes",
+    },
+    "cluster/test_directories": {"cluster/make_directories"},
+    "cluster/test_proof": {"doctor/node_proof"},
+    "cluster/test_schemas": {"cluster/infrastructure"},
+    "checkpoint/test_checkpoint": {"checkpoint/resume"},
+    "config/test_deepspeed_json": {"engines/deepspeed/deepspeed_settings"},
+    "core/test_python_command": {"__main__", "core/standard_streams"},
+    "data/test_formats": {"data/record_answers"},
+    "data/test_token_stream": {"data/segment_sequences"},
+    "distributed/test_launcher": {
+        "distributed/fork_server", "distributed/forked_rank", "distributed/local_group", "distributed/rank_process",
+        "run/trainer",
+    },
+    "distributed/test_rank_errors": {"core/on_rank_0"},
+    "doctor/test_machine_checks": {"cli/doctor_command", "machine/storage"},
+    "engines/test_deepspeed": {"engines/deepspeed/deepspeed_memory"},
+    "engines/test_host_engine": {
+        "distributed/collectives/buffer_sizes", "engines/host/host_builder", "engines/host/host_states",
+    },
+    "machine/test_cpu": {"machine/cgroup"},
+    "models/test_untrusted_code": {"core/template_process"},
+    "observe/report/test_report": {"cli/report_command"},
+    "observe/test_step_clock": {"core/number_format"},
+    "optim/test_adamw": {"config/train_section"},
+    "planner/test_cli": {"cli/plan_command"},
+    "planner/test_memory_plan": {"models/model_shape"},
+    "planner/test_offers": {"cli/plan_offers"},
+    "planner/test_planner": {"planner/run_plan"},
+    "run/test_adapter": {"config/adapter_section"},
+    "run/test_data_run": {"cli/data_command", "config/data_section"},
+    "run/test_evaluate": {"cli/evaluate_command", "config/evaluation_config", "run/benchmark_tasks"},
+    "run/test_lost_directory": {"observe/recorder"},
+    "run/test_preferences": {"run/reference"},
+    "run/test_stopped_late": {"distributed/signals", "run/activity"},
+    "run/test_train": {
+        "cli/train_command", "core/intervals", "run/built_model", "run/run_checkpoints", "run/starting_point",
+    },
+}  # fmt: skip
 # What tests of several packages share. Programs, and what programs share, lie in tests/tools.
 TEST_HELPERS = {"__init__", "conftest", "examples", "plain", "processes", "runs", "slow_disk"}
 
@@ -121,3 +169,18 @@ def test_no_tool_in_the_root_of_tests() -> None:
     strays = {file.stem for file in TESTS.glob("*.py") if not file.stem.startswith("test_")} - TEST_HELPERS
     listed = ", ".join(sorted(f"{name}.py" for name in strays))
     assert not strays, f"a program goes to tests/tools/, a helper beside the tests that use it: {listed}"
+
+
+def test_every_module_has_a_test_file() -> None:
+    """The file of its name, or files of its package that import it, or a file that TESTED_BY names."""
+    files = {file.relative_to(TESTS).with_suffix("").as_posix(): file for file in TESTS.rglob("test_*.py")}
+    modules = {name for name in trees() if Path(name).name != "__init__"}
+    tested = {name for name in modules if f"test_{Path(name).name}" in {Path(file).name for file in files}}
+    for folder in {name.split("/")[0] for name in modules}:
+        tested |= {name for file in (TESTS / folder).rglob("*.py") for name in imports(file) if name.startswith(folder)}
+    assert files.keys() >= TESTED_BY.keys(), f"no test file: {', '.join(TESTED_BY.keys() - files.keys())}"
+    named = set().union(*TESTED_BY.values())
+    assert modules - tested == named, (
+        f"name the test file in TESTED_BY: {', '.join(sorted(modules - tested - named))};"
+        f" take out of it: {', '.join(sorted(named - (modules - tested)))}"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.tools.planted import FAULTS, REPOSITORY, Fault, PlantingError, failing_test, table
+from tests.tools.planted import FAULTS, REPOSITORY, Fault, PlantingError, ending_orphans, failing_test, table
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -52,3 +53,10 @@ def test_tests_that_cannot_run_are_an_error(tmp_path: Path, text: str | None) ->
         (tmp_path / "test_file.py").write_text(text)
     with pytest.raises(PlantingError, match="no test failed"):
         failing_test(tmp_path, ("test_file.py",))
+
+
+def test_what_tests_leave_running_is_ended() -> None:
+    with ending_orphans():
+        pid = int(subprocess.check_output(["sh", "-c", "setsid sleep 600 > /dev/null & echo $!"]))
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()

@@ -18,6 +18,7 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
+from tests.config.test_read import failure
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "guides" / "deepspeed.md"
 RUN = "model: {path: some/model}\ndata: {path: text.txt}\n"
@@ -35,15 +36,6 @@ def write(tmp_path: Path) -> Any:
         return run
 
     return files
-
-
-def failure(run: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        read_config(run)
-    assert caught.value.exit_code == 2
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def changed(path: str, value: object) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig, TrainSection
 from aliquot.config.section import PATH
 from aliquot.core.errors import ConfigError, DataError, UserError
+from tests.config.test_read import failure
 
 MINIMAL = "model: {path: some/model}\ndata: {path: text.txt}\n"
 KEYS = {".".join(path) for path in known_keys()}
@@ -36,10 +37,7 @@ SAME = {
 def told(folder: Path, *overrides: str, text: str = MINIMAL) -> str:
     file = folder / "run.yaml"
     file.write_text(text)
-    with pytest.raises(UserError) as caught:
-        read_config(file, overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return failure(file, *overrides)
 
 
 def answered(message: str) -> bool:

@@ -161,6 +161,11 @@ def zstd(data: bytes) -> bytes:
     return bytes(packed.getvalue())
 
 
+def parquet(table: pyarrow.Table) -> bytes:
+    pyarrow.parquet.write_table(table, stream := pyarrow.BufferOutputStream())
+    return bytes(stream.getvalue())
+
+
 def table() -> bytes:
     text = io.StringIO()
     writer = csv.writer(text)
@@ -205,6 +210,8 @@ def test_the_same_documents_however_they_are_packed(
 
 # What JSON within a table may say, and UTF-8 cannot.
 HALF = b'messages\n"[{""role"": ""user"", ""content"": ""hi""}, {""role"": ""assistant"", ""content"": ""\\ud83d""}]"\n'
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"\0" * 250 + b"text"
+TWICE = parquet(pyarrow.table([["good"], ["other"]], names=["text", "text"]))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +233,26 @@ HALF = b'messages\n"[{""role"": ""user"", ""content"": ""hi""}, {""role"": ""ass
         ("names.csv", b"body,id\na,1\n", "names.csv: no known field; there are body, id"),
         ("bytes.csv", b"text\ncaf\xe9s\n", "bytes.csv, after line 0: not UTF-8 text"),
         ("empty.csv", b"", "empty.csv: no fields: an empty file, or no header"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer, not the"),
+        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.jsonl.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "a git-lfs pointer"),
+        ("a.txt", b"/annex/objects/SHA256E-s9--0.txt\n", "a git-annex pointer, not the file itself"),
+        ("a.txt", TAR, "a tar archive, not text: unpack it first"),
+        ("a.txt", b"PAR1\x15\x04\x00", "a file of the format parquet, not text"),
+        ("a.md", b"%PDF-1.7\n", "a file of the format PDF, not text"),
+        ("a.txt", b"good " * 2000 + b"\0", r"a NUL byte at byte 10000: no text has any"),
+        ("a.csv", b"text\nb\0d\n", "a.csv:2: a NUL byte: no text has any"),
+        ("a.csv", b"text,id,text\ngood,1,other\n", "a.csv: the column 'text' stands 2 times: which one is meant"),
+        ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl:1: the key 'text' stands 2 times"),
+        ("a.json", b'[{"text": "a", "text": "b"}]', "a.json, record 1: the key 'text' stands 2"),
+        ("a.jsonl", b'{"text": "good"}\n{"text": "cu', "a.jsonl:2: the last record is cut off .* missing"),
+        ("a.json", b'{\n"text": "a",\n"text": "b"\n}', "a.json: the key 'text' stands 2 times"),
+        ("a.json", b'{\n"data": [{"text": "a"}, {"text": "b"}]\n}', "one JSON object with the keys data, of which"),
+        ("a.jsonl", b'{"data": [{"text": "a"}, {"text": "b"}]}', "a.jsonl:1: one JSON object with the keys data, of"),
+        ("a.jsonl", b'{"chosen": [{"role": "user", "content": "a"}]}\n', "no known field; there are chosen"),
+        ("a.json", b'{\n"text": "a"\n}\n{\n"text": "b"\n}', "a.json: JSON objects over several lines: write one"),
+        ("a.parquet", TWICE, "a.parquet: the column 'text' stands 2 times"),
     ],
 )
 def test_damaged_files_are_named_not_cut_short(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -43,10 +43,6 @@ def test_only_ec2_names_its_instance_type(tmp_path: Path, vendor: str | None, kn
     assert ec2_instance_type(tmp_path) == known
 
 
-def test_this_machine_is_supported() -> None:
-    check_requirements()
-
-
 @pytest.mark.parametrize("version", ["2.12.1", "9.0.0+cpu"])
 def test_unsupported_version_is_one_line(tmp_path: Path, version: str) -> None:
     install(tmp_path, "torch", version)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -264,19 +262,9 @@ def test_export_remembers_prepended_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_transformers_4_57_gives_the_same(tmp_path: Path) -> None:
-    older = tmp_path / "older"
-    wanted = ["transformers==4.57.6", "huggingface_hub>=0.34,<1", "tokenizers>=0.22,<=0.23.0"]
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(older), *wanted]
-    done = subprocess.run(install, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot install transformers 4.57: {done.stderr.strip().splitlines()[-1:]}")
+def test_transformers_4_57_gives_the_same(tmp_path: Path, in_transformers_4: Callable[..., dict[str, Any]]) -> None:
     directories = [exported(tmp_path, name) for name in MODELS]
-    environment = {**os.environ, "PYTHONPATH": str(older)}
-    arguments = [sys.executable, "-c", OLDER, TEXT, *map(str, directories)]
-    run = subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.partition("FOUND")[2])
+    found = in_transformers_4(OLDER, TEXT, *directories)
     for directory in directories:
         tokenizer = AutoTokenizer.from_pretrained(directory)
         ids = tokenizer.encode(TEXT)

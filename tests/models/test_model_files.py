@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +97,11 @@ def test_exports_unreadable_in_transformers_4_are_named() -> None:
 
 
 @pytest.mark.long
-def test_every_type_gives_the_same_logits_in_transformers_4_57(tmp_path: Path) -> None:
-    older, models = tmp_path / "older", tmp_path / "models"
-    wanted = ["transformers==4.57.6", "huggingface_hub>=0.34,<1", "tokenizers>=0.22,<=0.23.0"]
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(older), *wanted]
-    done = subprocess.run(install, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot install transformers 4.57: {done.stderr.strip().splitlines()[-1:]}")
+def test_every_type_gives_the_same_logits_in_transformers_4_57(
+    tmp_path: Path, in_transformers_4: Callable[..., dict[str, Any]]
+) -> None:
     for kind in sorted(set(TYPES) - MERGED - OF_PICTURES):
-        config, directory = config_of(kind), models / kind
+        config, directory = config_of(kind), tmp_path / kind
         with quiet():
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         redraw(model)
@@ -116,10 +110,6 @@ def test_every_type_gives_the_same_logits_in_transformers_4_57(tmp_path: Path) -
         read: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
             torch.save(read.eval()(torch.arange(5, 17)[None], use_cache=False).logits, directory / "logits.pt")
-    environment = {**os.environ, "PYTHONPATH": str(older)}
-    arguments = [sys.executable, "-c", OLDER, str(models)]
-    run = subprocess.run(arguments, check=False, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.partition("FOUND")[2])
+    found = in_transformers_4(OLDER, tmp_path)
     unlike = {kind: told for kind, told in found.items() if not isinstance(told, float) or told > TOLERANCE}
     assert len(found) > 90 and {kind for kind in found if older_transformers(kind) is not None} == set(unlike), unlike

@@ -43,12 +43,18 @@ def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]
     return process
 
 
+def stopped(process: subprocess.Popen[str], exit_code: int = 143) -> str:
+    """Send SIGTERM to a run, which must end with this exit code, and return the errors that it printed."""
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == exit_code, errors
+    return errors
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_in_the_export_loses_nothing(tmp_path: Path, ranks: int) -> None:
     process = started(tmp_path, "/.export.", FOR_EVER_S, launch={"ranks": ranks})
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=30)[1]
-    assert process.returncode == 143, errors
+    errors = stopped(process)
     assert errors.count("\n") == 1 and "stopped by SIGTERM after step 6, the last, which is saved" in errors
 
 
@@ -57,9 +63,7 @@ def test_signal_in_sole_export_saves_a_checkpoint(tmp_path: Path, ranks: int) ->
     """Every file of the export takes a second, and the signal comes at the first."""
     checkpoint = {"last": False, "grace_s": 30}
     process = started(tmp_path, "/.export.", 1.0, launch={"ranks": ranks}, checkpoint=checkpoint)
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, errors
+    errors = stopped(process)
     assert "stopped by SIGTERM after step 6, which is saved: start again to continue" in errors
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000006"]
     assert not [path.name for path in (tmp_path / "run").iterdir() if "export" in path.name]
@@ -70,9 +74,7 @@ def test_signal_late_in_export_lets_export_finish(tmp_path: Path, ranks: int) ->
     process = started(tmp_path, "model.safetensors", 2.0, launch={"ranks": ranks}, checkpoint={"last": False})
     (tmp_path / "now").unlink()  # its header
     wait_for(tmp_path / "now")
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=30)[1]
-    assert process.returncode == 143, errors
+    errors = stopped(process)
     assert "stopped by SIGTERM after step 6, the last, which is exported" in errors
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()
 
@@ -83,18 +85,14 @@ def test_short_grace_begins_no_second_save(tmp_path: Path) -> None:
         "checkpoint": {"every": 2, "grace_s": 16},
     }
     process = started(tmp_path, "/manifest.json", 10.0, **sections)
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 143, errors
+    errors = stopped(process)
     assert "saved is step 2, because checkpoint.grace_s was too short for another" in errors
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_hanging_save_ends_with_the_grace_period(tmp_path: Path) -> None:
     process = started(tmp_path, "checkpoints", FOR_EVER_S, checkpoint={"every": 2, "grace_s": 3})
-    process.send_signal(signal.SIGTERM)
-    errors = process.communicate(timeout=30)[1]
-    assert process.returncode == 1 and "not saved within checkpoint.grace_s = 3 s of SIGTERM" in errors
+    assert "not saved within checkpoint.grace_s = 3 s of SIGTERM" in stopped(process, 1)
 
 
 def test_second_ctrl_c_ends_an_elastic_node(tmp_path: Path) -> None:

@@ -12,12 +12,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.tools.warm import adopt_orphans
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -251,7 +256,7 @@ def table() -> str:
 
 def plant(fault: Fault) -> str | None:
     """The first test that notices the fault; None: all pass with it."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ending_orphans():
         copy = copy_repository(Path(folder))
         file = copy / "src" / "aliquot" / fault.file
         text = file.read_text()
@@ -259,6 +264,25 @@ def plant(fault: Fault) -> str | None:
             raise PlantingError(f"{fault.file} has the line {text.count(fault.line)} times, not once: {fault.line!r}")
         file.write_text(text.replace(fault.line, fault.planted))
         return failing_test(copy, fault.tests) or failing_test(copy, ())
+
+
+@contextmanager
+def ending_orphans() -> Iterator[None]:
+    """Kill what programs of this block leave running, because a planted fault can keep ranks alive forever."""
+
+    def children() -> set[int]:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+    before = children()
+    adopt_orphans(True)
+    try:
+        yield
+    finally:
+        while orphans := children() - before:  # the children of a killed orphan are adopted, too
+            for orphan in orphans:
+                os.kill(orphan, signal.SIGKILL)
+                os.waitpid(orphan, 0)
+        adopt_orphans(False)
 
 
 def copy_repository(folder: Path) -> Path:

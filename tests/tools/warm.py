@@ -74,18 +74,19 @@ class Warm(ForkedPopen):
         }  # fmt: skip
         server = _server()
         # The process between the server and the new one ends. Orphans are ours meanwhile, so the new one becomes ours.
-        _adopt_orphans(True)
+        adopt_orphans(True)
         try:
             socket.send_fds(server, [json.dumps(request).encode()], streams)
             pid = int(server.recv(64))
             if server.recv(64) != b"done":
                 raise RuntimeError("the warm server has ended")
         finally:
-            _adopt_orphans(False)
+            adopt_orphans(False)
         return pid
 
 
-def _adopt_orphans(adopt: bool) -> None:
+def adopt_orphans(adopt: bool) -> None:
+    """Whether a descendant whose parent ends becomes a child of this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
