@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.rank_errors import ERROR_LOG
 from aliquot.run.shutdown import _POLICIES, Phase, Shutdown
+from tests.tools import warm
 
 RANK = """
 import os, signal, sys, time
@@ -54,8 +54,7 @@ BEFORE_ITS_FIRST_STEP = RANK.replace("stop.enter(", "print, (")
 
 @contextlib.contextmanager
 def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-uc", program, str(grace_s), how]
-    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with warm.popen("-c", program, str(grace_s), how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process
