@@ -47,6 +47,7 @@ TESTED_BY = {
     "cluster/test_schemas": {"cluster/infrastructure"},
     "checkpoint/test_checkpoint": {"checkpoint/resume"},
     "config/test_deepspeed_json": {"engines/deepspeed/deepspeed_settings"},
+    "config/test_starters": {"cli/init_command"},
     "core/test_python_command": {"__main__", "core/standard_streams"},
     "data/test_formats": {"data/record_answers"},
     "data/test_token_stream": {"data/segment_sequences"},
