@@ -240,7 +240,8 @@ def config(case: Case, name: str, shard: dict[str, Any], text: Path, tokenizer: 
             "precision": case.precision,
         },
         "shard": shard,
-        "checkpoint": {"last": case.memory_gib is None},  # the disk may have no room for a checkpoint as well
+        # The disk of a limited run may have no room for a checkpoint as well.
+        "checkpoint": {"every": 0, "last": case.memory_gib is None},
         "launch": {"ranks": RANKS, "device": "cpu"},
         "observe": {"report_to": [], "console": "quiet"},
     }
