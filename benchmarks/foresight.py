@@ -130,34 +130,39 @@ def main() -> None:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
         for case in chosen:
-            directory = Path(scratch) / case.name.replace(" ", "-")
-            file = directory.with_suffix(".yaml")
-            file.write_text(yaml.safe_dump(config(case, directory, given.steps, given.precision)))
-            rows.append(predicted(case.name, file))
+            prediction, file = predicted(case, Path(scratch), given.steps, given.precision)
+            rows.append(prediction)
             finish("plan and measurement", rows, [], given.json)
-            rows[-1] |= measured(rows[-1], file, directory)
+            prediction |= measured(prediction, file)
             print(rows[-1], flush=True)
     wire_rows = [] if given.no_wire else wire()
     own = plan_itself()
     finish("plan and measurement", [*rows, *wire_rows, *own], targets(rows, wire_rows, own), given.json)
 
 
-def predicted(name: str, file: Path) -> Row:
+def predicted(case: Case, folder: Path, steps: int, precision: str) -> tuple[Row, Path]:
+    """Return the plan of a case, and the file of its run's config."""
+    directory = folder / case.name.replace(" ", "-")
+    file = directory.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(config(case, directory, steps, precision)))
     command = [sys.executable, "-m", "aliquot", "plan", str(file), "--json"]
     plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return {
-        "case": name,
+    prediction = {
+        "case": case.name,
         "plan_mib": plan["peak_bytes_per_rank"] / 2**20,
         "plan_tokens_per_s": plan["tokens_per_s"],
         "rates": plan["rates"][:30],
     }
+    return prediction, file
 
 
-def measured(prediction: Row, file: Path, directory: Path) -> Row:
+def measured(prediction: Row, file: Path) -> Row:
+    """Run a case, and compare the run with its plan."""
     command = [sys.executable, "-m", "aliquot", "train", str(file)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         return {"failed": ran.stderr.strip().splitlines()[-1]}
+    directory = file.with_suffix("")
     ledger = json.loads((directory / "ledger.json").read_text())
     peak = max(row["peak_bytes"] for row in ledger["rows"]) / 2**20
     tokens_per_s = json.loads((directory / "events.jsonl").read_text().splitlines()[-1])["tokens_per_s"]

@@ -134,14 +134,14 @@ def targets_of(shape: str, rows: dict[str, Row], layer: Row) -> list[dict[str, A
 
 def planned(given: argparse.Namespace) -> Row:
     """Run the command, and compare it with its plan."""
-    from benchmarks.foresight import Case, measured
+    from benchmarks.foresight import Case, measured, predicted
 
     model = {**COMMON, **SHAPES["top4of32"], "num_hidden_layers": max(2, given.layers // 2), "vocab_size": 8192}
     data = smoke.choose({}, {"path": str(smoke.DOCUMENTS)})
+    case = Case("qwen3-moe host 2", model, RANKS, "host", 1024, 1, data=data)
     with tempfile.TemporaryDirectory() as scratch:
-        return measured(
-            Case("qwen3-moe host 2", model, RANKS, "host", 1024, 1, data=data), Path(scratch), 12, given.precision
-        )
+        prediction, file = predicted(case, Path(scratch), 12, given.precision)
+        return prediction | measured(prediction, file)
 
 
 def rank_steps(shape: str, name: str, steps: int, layers: int, precision: str) -> None:
