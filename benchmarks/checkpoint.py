@@ -261,12 +261,12 @@ def _sharded(numbers: dict[str, Any]) -> Any:
 def _export(out: Path, ranks: Any, measured: Measured) -> Any:
     import torch
 
-    from aliquot.loaders.sharded import ShardedWeights, tensors_of
+    from aliquot.loaders.sharded import sharded_weights, tensors_of
     from aliquot.models.export import export
 
     model = _sharded(MODELS["export"])
     files = {"config.json": model.config.to_json_string().encode()}
-    store, tensors = ShardedWeights(model), tensors_of(model)
+    store, tensors = sharded_weights(model), tensors_of(model)
     return lambda: export(store, tensors, out / "model", torch.bfloat16, files, ranks)
 
 

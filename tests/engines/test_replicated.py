@@ -15,11 +15,11 @@ from transformers import AutoConfig
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.restore import restore
+from aliquot.distributed.ranks import Members
 from aliquot.distributed.topology import RankLayout, Topology
 from aliquot.engines.base import EngineSpec
 from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
-from aliquot.loaders.sharded import Members
 from aliquot.models import initialize, meta
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from aliquot.loaders import zero3
-from aliquot.loaders.zero3 import ZeroWeights, load_zero3
+from aliquot.loaders.zero3 import load_zero3, zero_weights
 from tests.processes import as_ranks
 
 
@@ -41,7 +41,7 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
     for (name, weight), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         own: Any = weight
-        stop = sum(part.numel for part in ZeroWeights(ours).parts() if part.name == name)
+        stop = sum(part.numel for part in zero_weights(ours).parts() if part.name == name)
         assert how == "unknown version" or not own.ds_tensor[stop:].any(), f"the padding of {name} is not zero"
         own.all_gather()
         assert own.dtype == other.dtype and torch.equal(own.data, other.data), name

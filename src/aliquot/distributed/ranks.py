@@ -41,8 +41,30 @@ _NEWLINE = torch.tensor([10], dtype=torch.uint8)  # json.dumps writes none
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # read by torch whenever it creates a group of gloo
 
 
-class Ranks:
-    """This rank's membership in the default process group. Every method is collective: all ranks call it."""
+class Members:
+    """The ranks of the default process group, with any backend. Every method is collective: all ranks call it."""
+
+    _device = _CPU
+
+    def __init__(self, device: torch.device) -> None:
+        """The ranks exchange values in tensors on `device`."""
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._device = device
+
+    def gather(self, value: JSON) -> list[JSON]:
+        """Return the JSON values of all ranks, by rank, on every rank."""
+        return gather(value, self._device)
+
+    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
+        """Return the element-wise sum or exclusive-or of the arrays of all ranks."""
+        total = torch.from_numpy(values.copy())
+        dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "xor": dist.ReduceOp.BXOR}[operation])
+        return total.numpy()
+
+
+class Ranks(Members):
+    """This rank's membership in the default process group of a run."""
 
     def __init__(
         self,
@@ -105,17 +127,9 @@ class Ranks:
         # Gather CPU tensors, because a barrier of NCCL would occupy the GPU.
         self.gather(None)
 
-    def gather(self, value: JSON) -> list[JSON]:
-        """Return the JSON values of all ranks, by rank, on every rank."""
-        return gather(value)
-
     def broadcast(self, value: JSON) -> JSON:
         """Return rank 0's JSON value on every rank; the arguments of other ranks are ignored."""
         return self.gather(value if self.rank == 0 else None)[0]
-
-    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
-        """Return the element-wise sum or exclusive-or of the arrays of all ranks."""
-        return combine(values, operation)
 
     def broadcast_into(self, values: Tensor) -> None:
         """Copy rank 0's `values`, a CPU tensor, into `values` of every rank."""
@@ -218,13 +232,6 @@ def _receive_text(source: int) -> Tensor:
     text = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(text, source)
     return text
-
-
-def combine(values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
-    """Return the element-wise sum or exclusive-or of the arrays of all ranks. Collective over CPU tensors."""
-    total = torch.from_numpy(values.copy())
-    dist.all_reduce(total, {"sum": dist.ReduceOp.SUM, "xor": dist.ReduceOp.BXOR}[operation])
-    return total.numpy()
 
 
 def group_lines(ranks: Ranks, transport: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
-from aliquot.distributed.ranks import JSON, combine, gather
+from aliquot.distributed.ranks import Members
 from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, decoder_layers, materialise, saved_buffers, tied_weights
@@ -24,8 +24,6 @@ from aliquot.tensor_io.parts import FlatParts, Part
 from aliquot.tensor_io.transfer import Watch
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -70,7 +68,7 @@ def load_sharded(
     tensors = tensors_of(built)
     published, names = published_of(built, tensors), StoredNames.from_model(built)
     load_weights(
-        ShardedWeights(built), Path(directory), tensors, aliases, ranks, LoadOptions(watch, published, names=names)
+        sharded_weights(built), Path(directory), tensors, aliases, ranks, LoadOptions(watch, published, names=names)
     )
     return built
 
@@ -88,11 +86,9 @@ class HeldWeights(FlatParts):
         return self._held[part]
 
 
-class ShardedWeights(HeldWeights):
-    """A part store over this rank's rows of the weights of a sharded model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(_held(name, weight) for name, weight in _stored(model))
+def sharded_weights(model: nn.Module) -> HeldWeights:
+    """Return a part store over this rank's rows of the weights of a sharded model."""
+    return HeldWeights(_held(name, weight) for name, weight in _stored(model))
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
@@ -102,21 +98,6 @@ def tensors_of(model: nn.Module) -> list[tuple[str, Shape]]:
 
 def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *saved_buffers(model).items()]
-
-
-class Members:
-    """The ranks of the default process group, with any backend."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self._device = device
-
-    def gather(self, value: JSON) -> list[JSON]:
-        return gather(value, self._device)
-
-    def combine(self, values: npt.NDArray[np.int64], operation: Literal["sum", "xor"]) -> npt.NDArray[np.int64]:
-        return combine(values, operation)
 
 
 def _build(config: PretrainedConfig, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> PreTrainedModel:

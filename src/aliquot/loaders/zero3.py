@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from aliquot.core.decode import decode_json, read_json
 from aliquot.core.errors import DeepspeedConfigError, MissingToolError, UsageError
-from aliquot.loaders.sharded import HeldWeights, Members, tensors_of, whole
+from aliquot.distributed.ranks import Members
+from aliquot.loaders.sharded import HeldWeights, tensors_of, whole
 from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.stored_weights import StoredNames, published_of
 from aliquot.models.structure import compute_buffers, replace_tensors, saved_buffers, tied_weights
@@ -76,22 +77,20 @@ def load_zero3(
     compute_buffers(built)
     device = partition(built, settings)
     load_weights(
-        ZeroWeights(built), Path(directory), tensors, tied, Members(device), LoadOptions(watch, published, names=names)
+        zero_weights(built), Path(directory), tensors, tied, Members(device), LoadOptions(watch, published, names=names)
     )
     if (generation := Path(directory) / "generation_config.json").exists():
         built.generation_config = GenerationConfig.from_dict(read_json(generation))
     return built.eval()
 
 
-class ZeroWeights(HeldWeights):
-    """A part store over this rank's ZeRO-3 partitions of a model. Every rank holds all persistent buffers.
+def zero_weights(model: nn.Module) -> HeldWeights:
+    """Return a part store over this rank's ZeRO-3 partitions of a model. Every rank holds all persistent buffers.
 
     DeepSpeed's partition of a flat tensor is elements [rank x P, (rank + 1) x P), where P = ceil(numel / ranks).
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        partitions = [_held(name, weight) for name, weight in model.named_parameters()]
-        super().__init__([*partitions, *(whole(name, buffer) for name, buffer in saved_buffers(model).items())])
+    partitions = [_held(name, weight) for name, weight in model.named_parameters()]
+    return HeldWeights([*partitions, *(whole(name, buffer) for name, buffer in saved_buffers(model).items())])
 
 
 def partition(model: nn.Module, settings: Mapping[str, Any] | None) -> torch.device:

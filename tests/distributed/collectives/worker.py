@@ -16,7 +16,7 @@ from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import PeerLost, Peers
 from aliquot.distributed.collectives.reduce import TensorSums, add_sum, reduce_scatter
 from aliquot.distributed.collectives.ring import Piece, Ring
-from aliquot.distributed.ranks import combine, gather
+from aliquot.distributed.ranks import Members, gather
 from tests.processes import as_ranks
 
 
@@ -84,9 +84,9 @@ def exchanged(rank: int, world_size: int) -> None:
     values = [{"rank": each, "text": "two\nlines" * 100 * (each % 3)} for each in range(world_size)]
     assert gather(values[rank]) == values
     assert gather(None) == [None] * world_size
-    bits = np.array([1 << rank, 3, -1])
-    assert combine(bits, "xor").tolist() == [(1 << world_size) - 1, 3 * (world_size % 2), -(world_size % 2)]
-    assert combine(bits, "sum").tolist() == [(1 << world_size) - 1, 3 * world_size, -world_size]
+    members, bits = Members(torch.device("cpu")), np.array([1 << rank, 3, -1])
+    assert members.combine(bits, "xor").tolist() == [(1 << world_size) - 1, 3 * (world_size % 2), -(world_size % 2)]
+    assert members.combine(bits, "sum").tolist() == [(1 << world_size) - 1, 3 * world_size, -world_size]
 
 
 def of_length(rank: int, number: int, length: int) -> torch.Tensor:

@@ -96,10 +96,12 @@ class Peers:
             if member == self.index:
                 memories.append(created)
                 continue
-            descriptor = self._receive_descriptor(member)
+            while not self._descriptors[member]:
+                self._receive(member, wait=True)
+            descriptor = self._descriptors[member].popleft()
             memories.append(SharedMemory(descriptor, os.fstat(descriptor).st_size))
         for memory in memories:
-            memory.close_descriptor()
+            os.close(memory.descriptor)  # every peer has got it, and the memory stays mapped
         return memories
 
     def send(self, kind: int) -> None:
@@ -154,11 +156,6 @@ class Peers:
         self._received[peer].update(tokens)
         self._descriptors[peer].extend(struct.unpack("i", data)[0] for _, _, data in ancillary)
 
-    def _receive_descriptor(self, peer: int) -> int:
-        while not self._descriptors[peer]:
-            self._receive(peer, wait=True)
-        return self._descriptors[peer].popleft()
-
     def _lost(self, peer: int) -> PeerLost:
         return PeerLost(f"rank {self.ranks[peer]} has ended, rank {self.ranks[self.index]} waits for it in vain")
 
@@ -171,7 +168,9 @@ def _connect_members(listener: socket.socket, ranks: Sequence[int]) -> dict[int,
         listener.settimeout(max(0.01, until - time.monotonic()))
         connection, _ = listener.accept()
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        member = struct.unpack("i", _receive_exactly(connection, 4))[0] if user == os.geteuid() else -1
+        connection.settimeout(_JOIN_TIMEOUT_S)
+        # A Unix socket delivers as a whole what was sent at once.
+        member = struct.unpack("i", connection.recv(4))[0] if user == os.geteuid() else -1
         if 0 < member < len(ranks) and member not in sockets:
             sockets[member] = connection
         else:
@@ -200,14 +199,3 @@ def _join_leader(index: int, ranks: Sequence[int], secret: str) -> dict[int, soc
                 raise EOFError("the first rank of this host has ended")
             sockets[peer] = socket.socket(fileno=descriptors[0])
     return sockets
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    connection.settimeout(_JOIN_TIMEOUT_S)
-    received = b""
-    while len(received) < count:
-        more = connection.recv(count - len(received))
-        if not more:
-            raise EOFError("a rank ended while it joined")
-        received += more
-    return received

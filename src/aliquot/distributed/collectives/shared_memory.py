@@ -53,10 +53,6 @@ class SharedMemory:
         """
         self._map.madvise(_MADV_REMOVE, offset_bytes, size_bytes)
 
-    def close_descriptor(self) -> None:
-        """Close the descriptor after every peer has mapped the memory. The memory stays mapped."""
-        os.close(self.descriptor)
-
 
 class ProgressCounters:
     """Lock-free counters by which the ranks of a host tell each other their progress; every rank has `count` counters.

@@ -264,8 +264,7 @@ class Wire:
         Both ends count their messages, so they use the same connection for message n.
         """
         messages[host] += 1
-        group: dist.ProcessGroup = self._groups[messages[host] % len(self._groups)]
-        return group
+        return self._groups[messages[host] % len(self._groups)]
 
     def wait_all(self, sent: Sequence[Future[None]]) -> None:
         for transfer in sent:

@@ -104,7 +104,7 @@ class Heartbeat(Watchdog):
         if self._topology.local_rank:  # if the first rank of this node ends, this rank ends as well
             time.sleep(_LATE_BEATS * self.interval_s)
         else:
-            self._end_if_silent(_LATE_BEATS * self.interval_s)
+            self.check(_LATE_BEATS * self.interval_s)
 
     def _beat(self, count: int) -> dict[str, str | int]:
         return {"beats": count, "doing": self._activity(), "host": platform.node()}
@@ -113,7 +113,10 @@ class Heartbeat(Watchdog):
         self._count += 1
         try:
             if store.check([_END]):
-                self._heed_end(json.loads(store.get(_END)))
+                end = json.loads(store.get(_END))
+                # A rank of this node reports its error to the launcher itself.
+                if end["node"] != self._topology.node_rank and not self.is_over.is_set():
+                    self._end(f"node {end['node']} ({end['host']}) was {end['reason']} while {end['doing']}")
             store.set(f"heartbeat/{self._topology.node_rank}", json.dumps(self._beat(self._count)))
             for node in self._heard_at:
                 if not store.check([f"heartbeat/{node}"]):
@@ -128,17 +131,10 @@ class Heartbeat(Watchdog):
         else:
             self._failure = None
 
-    def _heed_end(self, end: dict[str, Any]) -> None:
-        """End this process if another node has ended. A rank of this node reports its error to the launcher itself."""
-        if end["node"] != self._topology.node_rank and not self.is_over.is_set():
-            self._end(f"node {end['node']} ({end['host']}) was {end['reason']} while {end['doing']}")
-
-    def check(self) -> None:
-        self._end_if_silent(self._timeout_s)
-
-    def _end_if_silent(self, longest_s: float) -> None:
+    def check(self, longest_s: float | None = None) -> None:
+        """End this process if another node has been silent for longer than `longest_s`, by default the timeout."""
         for node, heard_at in self._heard_at.items():
-            if (silent_s := time.monotonic() - heard_at) > longest_s:
+            if (silent_s := time.monotonic() - heard_at) > (self._timeout_s if longest_s is None else longest_s):
                 beat = self._last_beats.get(node)
                 name = f"node {node} ({beat['host']}, {beat['doing']})" if beat else f"node {node}"
                 self._end(
