@@ -32,23 +32,23 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_second_run_is_refused_and_first_leaves_no_lock(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run").locked():
+    with RunDirectory(tmp_path / "run").lock.hold():
         (tmp_path / "run" / "config.yaml").write_text("")
-        with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path / "run").locked():
+        with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path / "run").lock.hold():
             pass
         assert (tmp_path / "run" / BEATING_LOCK).exists()
     assert not (tmp_path / "run" / BEATING_LOCK).exists()
-    with RunDirectory(tmp_path / "run").locked():
+    with RunDirectory(tmp_path / "run").lock.hold():
         pass
 
 
 def test_run_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
     """Another machine has taken a suspended machine for dead."""
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with first.locked():
+    with first.lock.hold():
         first.check_publish()
         (tmp_path / "run" / BEATING_LOCK).unlink()
-        with second.locked():
+        with second.lock.hold():
             second.check_publish()
             with pytest.raises(RunDirectoryError, match="no longer holds its lock"):
                 first.check_publish()
@@ -61,7 +61,7 @@ def test_beating_lock_replaces_locks_of_one_machine(tmp_path: Path, monkeypatch:
         mount = Mount("lustre", frozenset({"rw", "localflock"} if local else {"rw", "flock"}))
         monkeypatch.setattr(run_directory, "mount_of", lambda _, mount=mount: mount)
         refusal = pytest.raises(RunDirectoryError, match="another process") if local else nullcontext()
-        with RunDirectory(tmp_path / "run").locked(), refusal, RunDirectory(tmp_path / "run").locked():
+        with RunDirectory(tmp_path / "run").lock.hold(), refusal, RunDirectory(tmp_path / "run").lock.hold():
             pass
 
 
@@ -88,7 +88,7 @@ def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: 
     (tmp_path / BEATING_LOCK).write_text(
         json.dumps({"machine": run_lock.namespace_id("pid"), "pid": dead.pid, "mark": "x"})
     )
-    with RunDirectory(tmp_path).locked():
+    with RunDirectory(tmp_path).lock.hold():
         pass
 
 
@@ -97,7 +97,7 @@ def test_reused_process_id_is_not_the_dead_holder(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     before = {"machine": run_lock.namespace_id("pid"), "pid": os.getpid(), "started": 1, "mark": "x"}
     (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
-    with RunDirectory(tmp_path).locked():
+    with RunDirectory(tmp_path).lock.hold():
         pass
 
 
@@ -112,13 +112,13 @@ def test_lock_of_another_machine_is_watched(tmp_path: Path, beats: bool) -> None
             os.utime(file)
 
     if not beats:
-        with RunDirectory(tmp_path).locked():
+        with RunDirectory(tmp_path).lock.hold():
             assert json.loads(file.read_text())["pid"] == os.getpid()
         return
     beating = threading.Thread(target=beat)
     beating.start()
     try:
-        with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).locked():
+        with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).lock.hold():
             pass
     finally:
         over.set()
@@ -140,7 +140,7 @@ def test_faster_process_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.Monke
         return result
 
     monkeypatch.setattr(run_lock, "_read", looked)
-    with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).locked():
+    with pytest.raises(RunDirectoryError, match="another process"), RunDirectory(tmp_path).lock.hold():
         pass
     assert json.loads(file.read_text()) == faster
     assert {path.name for path in tmp_path.iterdir()} == {file.name, LOCK}

@@ -162,7 +162,7 @@ def test_link_in_a_run_directory_truncates_nothing(tmp_path: Path) -> None:
     run.mkdir()
     for name in (LOCK, "metrics.jsonl", "stacks-rank-0.txt", f".ledger.json.{os.getpid()}"):
         (run / name).symlink_to(victim)
-    with pytest.raises(UserError, match="cannot write the run directory"), RunDirectory(run).locked():
+    with pytest.raises(UserError, match="cannot write the run directory"), RunDirectory(run).lock.hold():
         raise AssertionError("it is locked")
     MetricsFile(run / "metrics.jsonl").close()
     with open_unlinked(run / "stacks-rank-0.txt", "w") as file:  # ours takes its place

@@ -229,17 +229,17 @@ def test_linked_checkpoint_directory_is_compared(tmp_path: Path, monkeypatch: py
 def test_unshared_directory_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "_VISIBLE_S", 0.2)
     first, own = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "elsewhere")
-    with first.locked():
+    with first.lock.hold():
         earlier = first.create_marker()  # it was killed then
         name = first.create_marker()
         RunDirectory(tmp_path / "run").find_marker(name)
         with pytest.raises(UserError, match="does not see the files that node 0 writes here"):
             own.find_marker(name)
-        with own.locked(), pytest.raises(UserError, match="does not see"):  # another run's
+        with own.lock.hold(), pytest.raises(UserError, match="does not see"):  # another run's
             own.find_marker(name)
         with pytest.raises(UserError, match="does not see"):
             first.find_marker(earlier)
-        with pytest.raises(UserError, match="another process is training"), RunDirectory(tmp_path / "run").locked():
+        with pytest.raises(UserError, match="another process is training"), RunDirectory(tmp_path / "run").lock.hold():
             pass
         RunDirectory(tmp_path / "run").check(read_config(write_config(tmp_path)))  # the file alone is no run
         first.remove_marker(name)

@@ -128,12 +128,12 @@ def test_lock_of_an_older_round_is_ignored(tmp_path: Path, monkeypatch: pytest.M
     alone = RunDirectory(tmp_path / "run")
     monkeypatch.setenv(leader_lease.ROUND, "1")
     first, second = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
-    with first.locked(), second.locked():
+    with first.lock.hold(), second.lock.hold():
         assert (tmp_path / "run" / ".lock").read_text() == "round"
         monkeypatch.delenv(leader_lease.ROUND)
-        with pytest.raises(UserError, match="another process is training"), alone.locked():
+        with pytest.raises(UserError, match="another process is training"), alone.lock.hold():
             pass
-    with alone.locked(), pytest.raises(UserError, match="another process is training"), second.locked():
+    with alone.lock.hold(), pytest.raises(UserError, match="another process is training"), second.lock.hold():
         pass
 
 

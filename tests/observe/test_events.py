@@ -91,7 +91,7 @@ PUTS: dict[str, Callable[[Path], object]] = {
 
 
 def lock(run: Path) -> None:
-    with RunDirectory(run).locked():
+    with RunDirectory(run).lock.hold():
         pass
 
 

@@ -107,9 +107,9 @@ def test_save_begun_in_another_runs_directory_is_removed(tmp_path: Path, monkeyp
 
 def test_lock_replaced_by_another_process_is_lost(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
-    with directory.locked():
+    with directory.lock.hold():
         (tmp_path / "run" / "config.yaml").write_text("")
-        assert directory.why_lost() is None
+        assert directory.lock.why_lost() is None
         (tmp_path / "run" / ".lock").unlink()
         (tmp_path / "run" / ".lock").touch()
         with pytest.raises(RunDirectoryError, match="no longer holds its lock"):

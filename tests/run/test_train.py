@@ -465,7 +465,7 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     (other / "config.yaml").write_text("# my own notes\n")
     assert "is not a run of aliquot" in refusal(config, f"run.directory={other}")
     assert (other / "config.yaml").read_text() == "# my own notes\n"
-    with RunDirectory(alone).locked():
+    with RunDirectory(alone).lock.hold():
         assert "another process is training" in refusal(config, "train.max_steps=9")
     after = {path: path.stat().st_mtime_ns for path in alone.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
@@ -476,12 +476,12 @@ def test_a_file_where_the_run_directory_should_be(tmp_path: Path, below: str) ->
     file = tmp_path / "README.md"
     file.write_text("x")
     with pytest.raises(StorageError, match=r"cannot write the run directory: .* choose another run.directory"):
-        RunDirectory(file / below).locked().__enter__()
+        RunDirectory(file / below).lock.hold().__enter__()
     assert file.read_text() == "x"
 
 
 def test_error_of_the_run_is_not_blamed_on_its_directory(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError, match="of the body"), RunDirectory(tmp_path / "run").locked():
+    with pytest.raises(PermissionError, match="of the body"), RunDirectory(tmp_path / "run").lock.hold():
         shutil.rmtree(tmp_path / "run")  # then there is nothing to clean up, which is not told
         raise PermissionError("of the body")
 

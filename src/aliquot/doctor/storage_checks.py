@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.facts import mount_of
+from aliquot.machine.storage import nearest_directory
 
 _WRITE_BYTES = 8 << 20
 _SLOW_FSYNC_S = 1.0
@@ -20,7 +21,7 @@ _LEAST_BYTES, _GOOD_BYTES = 1 << 30, 20 << 30
 @check("storage", "run directory")
 def check_storage(subject: Subject) -> Verdict:
     """Write, sync and rename a file like a checkpoint, then remove the file."""
-    directory = _existing(subject.run_directory)
+    directory = nearest_directory(subject.run_directory)
     mount = mount_of(directory.resolve(), subject.root)
     try:
         with tempfile.TemporaryDirectory(prefix=".aliquot-doctor-", dir=directory) as folder:
@@ -61,7 +62,9 @@ def check_storage(subject: Subject) -> Verdict:
 def check_storage_clock(subject: Subject) -> Verdict:
     """Check that the clock of the file system agrees with the clock of this machine."""
     try:
-        with tempfile.NamedTemporaryFile(prefix=".aliquot-doctor-", dir=_existing(subject.run_directory)) as file:
+        with tempfile.NamedTemporaryFile(
+            prefix=".aliquot-doctor-", dir=nearest_directory(subject.run_directory)
+        ) as file:
             before = time.time()
             file.write(b"x")
             file.flush()
@@ -74,12 +77,6 @@ def check_storage_clock(subject: Subject) -> Verdict:
         meaning = "times of logs and checkpoints cannot be compared between nodes; caches may seem older than they are"
         return "warning", observed, meaning, "run chrony or ntpd on this machine and on the file server"
     return "ok", observed, "times of files agree with those of logs"
-
-
-def _existing(directory: Path) -> Path:
-    """Return `directory`, or its nearest existing parent."""
-    directory = directory.absolute()
-    return next(place for place in (directory, *directory.parents) if place.is_dir())
 
 
 def _write(file: Path) -> float:

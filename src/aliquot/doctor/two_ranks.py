@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -59,8 +59,7 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
         if process.returncode != 0:
             lines = [line for line in errors.splitlines() if line.strip()]
             return {"failure": lines[-1] if lines else f"exit code {process.returncode}"}
-    report: dict[str, Any] = json.loads(outputs[0][0].splitlines()[-1])
-    return report
+    return cast("dict[str, Any]", json.loads(outputs[0][0].splitlines()[-1]))
 
 
 def _start(rank: int, group: NodeGroup, subject: Subject) -> subprocess.Popen[str]:

@@ -42,7 +42,12 @@ class MetricsFile:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
-                publish_bytes(path, b"".join(_lines_until(path, resumed_step) if resumed_step else []))
+                lines = [
+                    line
+                    for line, fields in (read_json_lines(path) if resumed_step else ())
+                    if line.endswith(b"\n") and isinstance(fields.get("step"), int) and fields["step"] <= resumed_step
+                ]
+                publish_bytes(path, b"".join(lines))
             self._file = open_unlinked(path, "a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
@@ -228,14 +233,6 @@ def last_step(path: Path) -> int:
             if isinstance(step := fields.get("step"), int):
                 return step
     return 0
-
-
-def _lines_until(path: Path, step: int) -> list[bytes]:
-    return [
-        line
-        for line, fields in read_json_lines(path)
-        if line.endswith(b"\n") and isinstance(fields.get("step"), int) and fields["step"] <= step
-    ]
 
 
 def finite(value: Any) -> Any:

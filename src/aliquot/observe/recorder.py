@@ -117,7 +117,7 @@ class Recorder:
                 call_all([partial(self._write_end, error), *closing])
         finally:
             self._events.close()
-            if self._ranks.rank == 0 and self._run.directory.why_lost() is None:
+            if self._ranks.rank == 0 and self._run.directory.lock.why_lost() is None:
                 self._write_report()
 
     def _write_end(self, error: BaseException | None) -> None:

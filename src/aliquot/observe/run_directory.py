@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = RunLock(path, ROUND in os.environ, lambda: mount_of(path.resolve()).locks_are_local)
+        self.lock = RunLock(path, ROUND in os.environ, lambda: mount_of(path.resolve()).locks_are_local)
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
         self.ledger = path / "ledger.json"
@@ -126,21 +126,13 @@ class RunDirectory:
             return bool(complete_directories(self.checkpoints))
         return False
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Return a context that locks the directory. Raises UserError if another process trains into the directory."""
-        return self._lock.hold()
-
-    def why_lost(self) -> str | None:
-        """Return an error line if somebody replaced the directory that this process has locked, otherwise None."""
-        return self._lock.why_lost()
-
     def check_publish(self) -> None:
         """Check that this process may still write. Call on rank 0 before a save or export begins and is published.
 
         Raises RunDirectoryError if somebody replaced the directory that this process has locked. Raises CutOffError if
         a newer round of an elastic run has begun without this node.
         """
-        if (lost := self.why_lost()) is not None:
+        if (lost := self.lock.why_lost()) is not None:
             raise RunDirectoryError(lost)
         check_round(self.path)
 

@@ -92,9 +92,8 @@ class Callbacks:
 
     def _call(self, event: Event, state: RunState) -> str | None:
         for callback in self._callbacks:
-            method = getattr(callback, event)
             try:
-                method(state)
+                getattr(callback, event)(state)
             except Exception as error:
                 self._callbacks.clear()  # the end of the run may complete a save, which is an event, too
                 raise _callback_error(callback, event, state.step, error) from error

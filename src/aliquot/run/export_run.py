@@ -24,7 +24,7 @@ from aliquot.observe import run_summary
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import STEADY_PEAK
 from aliquot.run.activity import Stage
-from aliquot.run.shutdown import Phase
+from aliquot.run.shutdown import IS_EXPORTED, Phase, saved_outcome
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -46,7 +46,7 @@ def finish_run(trainer: Trainer) -> Path | None:
         checkpoints.save_now()
     trainer.watchdog.stop()
     if stop_signal:
-        raise shutdown.stopped(stop_signal, progress.step, progress.saved_step)
+        raise shutdown.stopped(stop_signal, saved_outcome(progress.step, progress.saved_step))
     if progress.is_saved:
         shutdown.enter(Phase.EXPORT, progress.step)
     else:
@@ -58,12 +58,11 @@ def finish_run(trainer: Trainer) -> Path | None:
     trainer.activity.enter(Stage.SAMPLE)
     text = sample(trainer)
     # A process that has trained no step has not measured the memory that training needs.
-    has_steps = progress.step > trainer.start.step
-    rows = trainer.publish_ledger() if has_steps else []
+    rows = trainer.publish_ledger() if progress.step > trainer.start.step else []
     trainer.liveness.heartbeat.stop()
     if trainer.ranks.rank == 0:
-        speed = trainer.recorder.meter.overall()
-        outcome = run_summary.Outcome(rows, speed, text, exported, trainer.resolved.is_chat)
+        speed, is_chat = trainer.recorder.meter.overall(), trainer.resolved.is_chat
+        outcome = run_summary.Outcome(rows, speed, text, exported, is_chat)
         run_summary.finish(trainer.display, trainer.directory, outcome)
     trainer.model.engine.close()
     return exported
@@ -80,7 +79,7 @@ def _export_or_save(trainer: Trainer) -> Path:
         """Give up the export after a stop signal, so that enough time is left to save a checkpoint."""
         if shutdown.requested:
             raise TrainingError("a signal came before the export was complete")
-        if (lost := trainer.directory.why_lost()) is not None:
+        if (lost := trainer.directory.lock.why_lost()) is not None:
             raise RunDirectoryError(lost)
 
     trainer.activity.enter(Stage.EXPORT)
@@ -90,11 +89,11 @@ def _export_or_save(trainer: Trainer) -> Path:
         if not progress.is_saved:
             checkpoints.save_now()
         if stop_signal := trainer.requested_signal():
-            raise shutdown.stopped(stop_signal, progress.step, progress.saved_step) from None
+            raise shutdown.stopped(stop_signal, saved_outcome(progress.step, progress.saved_step)) from None
         raise
     shutdown.enter(Phase.DONE, progress.step)
     if stop_signal := trainer.requested_signal():  # the signal arrived when the export was almost complete
-        raise shutdown.stopped_after_export(stop_signal, progress.step)
+        raise shutdown.stopped(stop_signal, IS_EXPORTED.format(step=progress.step))
     return exported
 
 

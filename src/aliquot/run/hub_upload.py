@@ -83,14 +83,13 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
         tags=["aliquot", *(["lora"] if config.get("adapter") else [])],
     )
     step = int(state["step"])
-    losses = _last_losses(checkpoint.resolve().parent.parent / "metrics.jsonl", step)
     rows = {
         "base model": "none: trained from scratch" if path is None else _public_name(path, hub_ids),
         "trained weights": "a LoRA adapter" if is_adapter else "a merged LoRA adapter" if config.get("adapter") else "",
         "objective": config["train"].get("objective", "sft"),
         "data": ", ".join(_data_names(config["data"], hub_ids)),
         "optimizer steps": f"{step:,}, {int(state['tokens']):,} tokens",
-        **losses,
+        **_last_losses(checkpoint.resolve().parent.parent / "metrics.jsonl", step),
         "license": "unknown: ask the owners of the base model and of the data",
     }
     cells = {key: " ".join(value.split()).replace("|", "\\|") for key, value in rows.items() if value}

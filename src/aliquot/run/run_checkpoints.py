@@ -43,7 +43,7 @@ class RunCheckpoints:
             # The model does not fit into memory, so copies for a save would not fit either.
             settings = settings.model_copy(update={"buffer_bytes": 0})
         states = trainer.config.train.optimizer_states
-        self._saver = Saver(
+        self.saver = Saver(
             trainer.directory.checkpoints, model.saved,
             CheckpointSpec(model.built.saved, trainer.files, states, model.built.learned), trainer.ranks, settings,
             SaveEvents(
@@ -55,11 +55,6 @@ class RunCheckpoints:
         )  # fmt: skip
 
     @property
-    def current_step(self) -> int | None:
-        """The step of the save in progress; None if no save is in progress."""
-        return self._saver.current_step
-
-    @property
     def best_step(self) -> int | None:
         """The step of the best evaluation, whose checkpoint is retained; None without `checkpoint.best`."""
         return self._trainer.progress.evaluations.retained_step(self._trainer.config.checkpoint)
@@ -67,27 +62,23 @@ class RunCheckpoints:
     @property
     def is_saving_best(self) -> bool:
         """Whether the save in progress is of the step that evaluated best."""
-        return self.current_step is not None and self.current_step == self.best_step
+        return self.saver.current_step is not None and self.saver.current_step == self.best_step
 
     def report(self) -> dict[str, Any]:
         """Return this rank's progress with the save and the upload. `poll` takes the reports of all ranks."""
-        return {"save": self._saver.report(), "mirror": self._uploader.report()}
+        return {"save": self.saver.report(), "mirror": self._uploader.report()}
 
     def poll(self, reports: Sequence[Mapping[str, Any]]) -> None:
         """Advance the save and the upload in progress. Raises UserError as Saver.poll does."""
-        self._saver.poll([report["save"] for report in reports])
+        self.saver.poll([report["save"] for report in reports])
         self._uploader.poll([report["mirror"] for report in reports])
-
-    def before_update(self) -> None:
-        """Wait until the save in progress permits the optimizer to change weights and moments."""
-        self._saver.before_update()
 
     def save(self) -> None:
         """Wait for the save in progress, then begin to save the last finished step."""
         trainer = self._trainer
         trainer.activity.enter(Stage.SAVE, trainer.progress.step)
         with trainer.recorder.between_steps("checkpoint"):
-            self._saver.finish()
+            self.saver.finish()
             self.start_save()  # after `finish`, because a failed save changes the best step
 
     def save_now(self) -> None:
@@ -97,18 +88,18 @@ class RunCheckpoints:
 
     def start_save(self) -> None:
         """Begin to save the last finished step."""
-        self._saver.start(self._trainer.progress.step, self._state(), self.best_step)
+        self.saver.start(self._trainer.progress.step, self._state(), self.best_step)
 
     def finish_save(self) -> None:
         """Wait for the save in progress."""
-        self._trainer.activity.enter(Stage.SAVE, self._saver.current_step or 0)
-        self._saver.finish()
+        self._trainer.activity.enter(Stage.SAVE, self.saver.current_step or 0)
+        self.saver.finish()
 
     def finish(self) -> None:
         """Wait for the save in progress, then for the copies to the mirror."""
         trainer = self._trainer
         trainer.activity.enter(Stage.FINISH_SAVE)
-        self._saver.finish()
+        self.saver.finish()
         if trainer.progress.is_saved and trainer.shutdown.phase is not Phase.SETUP:
             trainer.shutdown.enter(Phase.COPYING, trainer.progress.step)
         trainer.activity.enter(Stage.COPY_TO_MIRROR)
@@ -121,8 +112,8 @@ class RunCheckpoints:
         case, so `finish` is not called.
         """
         before = self._trainer.progress.saved_step
-        self._saver.finish()
-        left_s = self._trainer.ranks.gather(self._trainer.shutdown.left_s - self._saver.worked_s)
+        self.saver.finish()
+        left_s = self._trainer.ranks.gather(self._trainer.shutdown.left_s - self.saver.worked_s)
         if min(left_s) > 0 or self._trainer.progress.saved_step == before:
             return False
         self.finish()
@@ -131,7 +122,7 @@ class RunCheckpoints:
     def _on_saved(self, step: int, seconds: float, stall_s: float) -> None:
         self._trainer.recorder.saved(step, seconds, stall_s)
         self._trainer.progress.saved_step = step
-        self._uploader.start(step, self._saver.best, just_saved=True)
+        self._uploader.start(step, self.saver.best, just_saved=True)
         self._trainer.memory_release.release(self._trainer.progress.step)
         self._trainer.call_back("on_save", {"seconds": seconds, "stall_s": stall_s})
 

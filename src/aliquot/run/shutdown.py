@@ -64,7 +64,7 @@ class Policy:
 
 
 _IS_SAVED = "after step {step}, which is saved{mirror}: start again to continue"
-_IS_EXPORTED = "after step {step}, the last, which is exported"
+IS_EXPORTED = "after step {step}, the last, which is exported"
 _POLICIES = {
     Phase.SETUP: Policy("before the first step was done: nothing is lost", None),
     Phase.STEPS: Policy(None, None),
@@ -72,8 +72,16 @@ _POLICIES = {
     Phase.EXPORT: Policy("after step {step}, the last, which is saved: start again for the rest", _IS_SAVED),
     Phase.SOLE_EXPORT: Policy(None, None),
     Phase.UNSAVED: Policy("after step {step}, the last, which could not be saved", None),
-    Phase.DONE: Policy(_IS_EXPORTED, _IS_EXPORTED),
+    Phase.DONE: Policy(IS_EXPORTED, IS_EXPORTED),
 }
+
+
+def saved_outcome(step: int, saved_step: int, obstacle: str = "it could not be saved") -> str:
+    """Return the outcome of a run that ends after `step`; `obstacle` is the reason if this step is not saved."""
+    if saved_step == step:
+        return _IS_SAVED.format(step=step, mirror="")
+    newest = f"saved is step {saved_step}" if saved_step else "nothing is saved"
+    return f"after step {step}; {newest}, because {obstacle}: start again to continue"
 
 
 class Shutdown:
@@ -143,26 +151,13 @@ class Shutdown:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def stopped(self, number: int, step: int, saved_step: int, obstacle: str = "it could not be saved") -> Terminated:
+    def stopped(self, number: int, outcome: str) -> Terminated:
         """Return the error that ends the run after a stop signal, when nothing more will be saved.
 
-        Signal `number` may have arrived at another rank. `obstacle` is the reason if the last `step` is not saved.
+        Signal `number` may have arrived at another rank.
         """
         self.disarm()
-        if saved_step == step:
-            return Terminated(number, _IS_SAVED.format(step=step, mirror=""))
-        newest = f"saved is step {saved_step}" if saved_step else "nothing is saved"
-        return Terminated(number, f"after step {step}; {newest}, because {obstacle}: start again to continue")
-
-    def stopped_before(self, number: int, step: int) -> Terminated:
-        """Return the error that ends a run after it gave up the evaluation before its first step, `step`."""
-        self.disarm()
-        return Terminated(number, f"before step {step}: start again to continue")
-
-    def stopped_after_export(self, number: int, step: int) -> Terminated:
-        """Return the error that ends a run whose export was completed although a signal arrived during the export."""
-        self.disarm()
-        return Terminated(number, _IS_EXPORTED.format(step=step))
+        return Terminated(number, outcome)
 
     def _handle(self, number: int) -> None:
         """Handle a signal, in the listener's thread."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, directory_of, newest
-from aliquot.checkpoint.mirror import fetch_best, fetch_newer, fetch_replacement
+from aliquot.checkpoint.mirror import fetch_best, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.core.errors import DamagedCheckpoint
@@ -41,15 +41,6 @@ class Start:
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
     ends: tuple[int, ...] = ()  # where earlier runs ended within a batch (data/data_order.py)
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
-
-
-def fetch_newest(trainer: Trainer) -> None:
-    """Fetch the checkpoint from which this run continues, if a store has it and the run directory does not. Collective.
-
-    Call this before the inputs are read, because settings that are `auto` depend on the checkpoint.
-    """
-    config, root = trainer.requested, trainer.directory.checkpoints
-    fetch_newer(config.checkpoint, config.mirror, root, trainer.ranks, trainer.display.warning)
 
 
 def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:

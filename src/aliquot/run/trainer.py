@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from aliquot.checkpoint.directories import complete_directories, directory_of
+from aliquot.checkpoint.mirror import fetch_newer
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import CallbackError
 from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
@@ -44,7 +45,7 @@ from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.shutdown import Shutdown, StopPoll
-from aliquot.run.starting_point import continuation_advice, fetch_newest, fill_model
+from aliquot.run.starting_point import continuation_advice, fill_model
 from aliquot.run.training_loop import TrainingLoop, TrainingProgress
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
@@ -172,12 +173,16 @@ class Trainer:
         self.stop_poll = StopPoll(ranks, lambda: self.shutdown.requested)
         stack.callback(self.exporter.close)
         if ranks.rank == 0:
-            stack.enter_context(self.directory.locked())
+            stack.enter_context(self.directory.lock.hold())
         run_on_rank_0(ranks, partial(check_installed, config.observe.report_to))
         run_on_rank_0(ranks, partial(_check_mirror, config))
         run_on_rank_0(ranks, self.exporter.listen)
         if launch_mode(config.launch, os.environ) == "launcher":
-            self.display.warning(_advise_torchrun(config))
+            self.display.warning(
+                f"launch.ranks is {config.launch.ranks} and launch.nodes is {config.launch.nodes}, but this process"
+                " trains as the only rank, because aliquot.train starts no other ranks: start the script with"
+                f" `torchrun --nproc-per-node N {sys.argv[0]}`"
+            )
         self.ledger.mark("process start", {})
         run_on_rank_0(ranks, lambda: restore_former(self.directory.checkpoints))
         run_on_rank_0(ranks, lambda: self.directory.check(config))
@@ -191,7 +196,9 @@ class Trainer:
             self.resolved = compare_with_reference(self, read_inputs(self, trains=False))
             return
         self.activity.enter(Stage.FETCH_CHECKPOINT)
-        fetch_newest(self)
+        # Before the inputs are read, because settings that are `auto` depend on the checkpoint.
+        config, root = self.requested, self.directory.checkpoints
+        fetch_newer(config.checkpoint, config.mirror, root, self.ranks, self.display.warning)
         self.activity.enter(Stage.READ_DATA)
         inputs = read_inputs(self)
         stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
@@ -248,7 +255,13 @@ class Trainer:
         self.memory_release = PeriodicRelease(start.step)
         self.progress = TrainingProgress(start.step, self.total_steps, start.tokens, start.step, start.evaluations)
         stack_file = self.directory.logs / f"stacks-rank-{self.ranks.rank}.txt"
-        with self._recorder() as self.recorder, StepWatchdog(self.liveness.rank, stack_file) as self.watchdog:
+        ranks, precision = self.ranks, config.train.chosen_precision
+        recorder = Recorder(
+            RecordedRun(config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu),
+            self.model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
+            steps_before=start.step, total_steps=self.total_steps,
+        )  # fmt: skip
+        with recorder as self.recorder, StepWatchdog(self.liveness.rank, stack_file) as self.watchdog:
             self.shutdown.on_request = self.watchdog.hurry
             self.checkpoints = RunCheckpoints(self)
             try:
@@ -259,16 +272,6 @@ class Trainer:
                 raise
         return Result(
             self.directory.path, self.progress.step, self.progress.loss, self.progress.perplexity, exported
-        )  # fmt: skip
-
-    def _recorder(self) -> Recorder:
-        ranks, precision = self.ranks, self.config.train.chosen_precision
-        return Recorder(
-            RecordedRun(
-                self.config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu
-            ),
-            self.model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
-            steps_before=self.start.step, total_steps=self.total_steps,
         )  # fmt: skip
 
     def requested_signal(self) -> int:
@@ -321,14 +324,6 @@ def _check_is_shared(directory: RunDirectory, ranks: Ranks) -> None:
     finally:
         if ranks.rank == 0:
             directory.remove_marker(name)
-
-
-def _advise_torchrun(config: RunConfig) -> str:
-    ranks, nodes = config.launch.ranks, config.launch.nodes
-    return (
-        f"launch.ranks is {ranks} and launch.nodes is {nodes}, but this process trains as the only rank, because"
-        f" aliquot.train starts no other ranks: start the script with `torchrun --nproc-per-node N {sys.argv[0]}`"
-    )
 
 
 def _check_mirror(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from aliquot.observe.throughput import model_flops
 from aliquot.run.activity import Stage
 from aliquot.run.evaluate import Evaluator, mismatched_ratios
 from aliquot.run.reference import check_first_step
-from aliquot.run.shutdown import Phase
+from aliquot.run.shutdown import Phase, saved_outcome
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -94,15 +94,20 @@ class TrainingLoop:
         that has no batch for the next step, after the run has saved.
         """
         self._evaluate_before_steps()
-        with self._prefetch() as batches:
+        trainer, ranks = self._trainer, self._trainer.ranks
+        gpu_copier = BatchCopier() if ranks.topology.device == "cuda" else None
+        with BatchPrefetcher(
+            trainer.batches, ranks.rank, ranks.world_size, self._progress.step, trainer.total_steps, gpu_copier
+        ) as batches:
             while self._progress.step < self._progress.last_step:
-                self._trainer.activity.enter(Stage.STEP, self._progress.step + 1, saving=self._checkpoints.current_step)
+                self._trainer.activity.enter(
+                    Stage.STEP, self._progress.step + 1, saving=self._checkpoints.saver.current_step
+                )
                 self._recorder.begin()
                 batch = batches.take(self._progress.step)
                 for line in self._irregularities.news():
                     self._recorder.warn(line)
-                sums = self._backward(batch)
-                reports = self._exchange_reports(batch, sums, batches)
+                reports = self._exchange_reports(batch, self._backward(batch), batches)
                 metrics = self._update(batch, reports)
                 stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
                 self._trainer.call_back("on_step_end", metrics)
@@ -114,20 +119,13 @@ class TrainingLoop:
         for line in self._irregularities.totals():
             self._trainer.display.line(line)
 
-    def _prefetch(self) -> BatchPrefetcher:
-        trainer, ranks = self._trainer, self._trainer.ranks
-        gpu_copier = BatchCopier() if ranks.topology.device == "cuda" else None
-        return BatchPrefetcher(
-            trainer.batches, ranks.rank, ranks.world_size, self._progress.step, trainer.total_steps, gpu_copier
-        )
-
     def _evaluate_before_steps(self) -> None:
         """Evaluate the initial weights, or catch up on an evaluation that a stop signal prevented in an earlier run."""
         first, evaluations = self._progress.step, self._progress.evaluations
         if not self._evaluator.is_due or evaluations.last_step == first:
             return
         if stop_signal := self._evaluator.evaluate():
-            raise self._trainer.shutdown.stopped_before(stop_signal, first + 1)
+            raise self._trainer.shutdown.stopped(stop_signal, f"before step {first + 1}: start again to continue")
         if 0 < first == self._progress.evaluations.last_step:
             # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
             self._checkpoints.start_save()
@@ -181,7 +179,7 @@ class TrainingLoop:
             "stop": self._trainer.shutdown.requested,
             **self._checkpoints.report(),
             "freed": self._trainer.memory_release.is_due(self._progress.step),
-            "lost": self._trainer.directory.why_lost(),
+            "lost": self._trainer.directory.lock.why_lost(),
         }
         reports = self._recorder.gather(report, batch.rank_tokens)
         if (lost := reports[0]["lost"]) is not None:
@@ -198,7 +196,7 @@ class TrainingLoop:
         if step == 0:
             check_first_step(trainer, preference)
         self._checkpoints.poll(reports)
-        self._checkpoints.before_update()
+        self._checkpoints.saver.before_update()
 
         recorder.enter("optimizer")
         rate = trainer.schedule.rate(step)
@@ -209,7 +207,7 @@ class TrainingLoop:
         trainer.shutdown.enter(Phase.STEPS, progress.step)
         progress.tokens += batch.tokens
         flops = model_flops(trainer.model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
-        recorder.end(batch.tokens, flops, self._checkpoints.current_step)
+        recorder.end(batch.tokens, flops, self._checkpoints.saver.current_step)
         trainer.watchdog.beat()
         if self._loss_watch.explodes(progress.loss):
             self._warn_of_explosion()
@@ -259,8 +257,8 @@ class TrainingLoop:
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
         # Of a signal within the next step, the last step may be saved already.
-        is_unsaved = progress.step not in (progress.saved_step, checkpoints.current_step)
-        if stop_signal and is_unsaved and checkpoints.current_step is not None and checkpoints.finish_if_late():
+        is_unsaved = progress.step not in (progress.saved_step, checkpoints.saver.current_step)
+        if stop_signal and is_unsaved and checkpoints.saver.current_step is not None and checkpoints.finish_if_late():
             raise self._stopped(stop_signal, "checkpoint.grace_s was too short for another")
         is_wanted = (is_last and settings.last) or stop_signal or failure or is_best
         if is_unsaved and (is_wanted or is_due(settings.save_steps, progress.step)):
@@ -275,7 +273,8 @@ class TrainingLoop:
 
     def _stopped(self, stop_signal: int, *obstacle: str) -> Terminated:
         progress = self._progress
-        return self._trainer.shutdown.stopped(stop_signal, progress.step, progress.saved_step, *obstacle)
+        outcome = saved_outcome(progress.step, progress.saved_step, *obstacle)
+        return self._trainer.shutdown.stopped(stop_signal, outcome)
 
     def _mean_loss(self, sums: list[float], predicted: int) -> float:
         """The mean loss over all predicted tokens of the global batch."""

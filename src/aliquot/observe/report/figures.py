@@ -199,11 +199,9 @@ def source_figures(run: Run) -> list[Figure]:
 
 def expert_figures(run: Run) -> list[Figure]:
     """Draw the load of experts and the router loss; no figure for a model without experts."""
-    loads = run.number_lists("busiest_expert")
-    return [figure for figure in (_expert_load(run, loads), _router_loss(run)) if figure.is_drawn] if loads else []
-
-
-def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
+    loads, router_losses = run.number_lists("busiest_expert"), run.points("router_loss")
+    if not loads:
+        return []
     worst: Points = [(step, max(layers)) for step, layers in loads]
     mean: Points = [(step, sum(layers) / len(layers)) for step, layers in loads]
     ends = loads[-1][1]
@@ -214,19 +212,16 @@ def _expert_load(run: Run, loads: list[tuple[float, list[float]]]) -> Figure:
         f" (layer {ends.index(max(ends))}); {count_of(unused.get(worst[-1][0], 0), 'expert')} got no token since the"
         " last line."
     )
-    return Figure(
+    load = Figure(
         "expert-load", "Load of the busiest expert", says, "", "times the mean load of its layer", significant,
         significant, [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)],
         from_zero=True, levels={"even": 1.0}, marks=resumes(run),
         columns={"unused experts": {step: f"{count:,.0f}" for step, count in unused.items()}},
     )  # fmt: skip
-
-
-def _router_loss(run: Run) -> Figure:
-    points = run.points("router_loss")
-    return Figure(
+    router_loss = Figure(
         "router-loss", "Router loss, which balances the experts",
-        f"Balancing the routers added {significant(last(points))} to the training loss at the end.", "",
-        "nats per token", significant, "{:.5f}".format, [Line("router_aux_loss_coef x balance", points, 0)],
+        f"Balancing the routers added {significant(last(router_losses))} to the training loss at the end.", "",
+        "nats per token", significant, "{:.5f}".format, [Line("router_aux_loss_coef x balance", router_losses, 0)],
         marks=resumes(run),
     )  # fmt: skip
+    return [load, router_loss] if router_losses else [load]

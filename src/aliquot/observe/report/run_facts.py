@@ -212,7 +212,9 @@ def history(run: Run) -> list[tuple[str, str, str]]:
             "start": f"{_moment(at)}, " if at is not None else "",
             "resume": f"from {event.get('resumed_from')}, ",
         }
-        more = f"{origins[kind]}{_rank_count(event)}" if kind in BEGINS else str(event.get("text", ""))
+        ranks = number(event.get("world_size"))
+        started = "ranks not recorded" if ranks is None else count_of(ranks, "rank")
+        more = f"{origins[kind]}{started}" if kind in BEGINS else str(event.get("text", ""))
         name = words.get(kind, kind.replace("_", " "))
         entries.append((when, f"{name} at step {step:,.0f}" if step is not None else kind, more))
     newest = entries[-1][1].split()[0] if entries else ""
@@ -282,11 +284,6 @@ def steps_done(run: Run) -> float:
 
 def total_steps(run: Run) -> float | None:
     return number(run.about.get("total_steps")) or number(run.setting("train", "max_steps"))
-
-
-def _rank_count(event: Object) -> str:
-    ranks = number(event.get("world_size"))
-    return count_of(ranks, "rank") if ranks is not None else "ranks not recorded"
 
 
 def _moment(at: float) -> str:
