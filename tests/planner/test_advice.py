@@ -57,8 +57,8 @@ def test_advised_batch_can_be_pasted(
     config = read_config(file)
     planner, layout, workload = Planner(PlannedModel(config), SLOW), SLOW.layout(config, 2), Workload.assumed(config)
     now = planner.plan(config, layout, workload, approximate=True)
-    config = with_choices(config, now.choices)
-    told = with_advice(now, Search(planner, config, layout, workload)).bottleneck
+    search = Search(planner, with_choices(config, now.choices), layout, workload)
+    told = with_advice(now, search, config).bottleneck
     found = re.search(r"a global batch of \d+ sequences \((.+)\) would be ([\d.]+)x", told)
     assert found, told
     lines = found[1].split()
@@ -84,5 +84,5 @@ def test_advice_of_fewer_ranks_makes_engine_host_fit() -> None:
     planner = Planner(PlannedModel(config), less)
     assert fit_check.problems(planner.plan(config, layout, workload), less)
     search = Search(planner, config, layout, workload)
-    helps = {words: made for words, made in _plans(_fewer_ranks(search), search)}
+    helps = {words: made for words, made in _plans(_fewer_ranks(search, {}), search)}
     assert helps["launch.ranks=1"].engine == "host" and helps["launch.ranks=1"].fits

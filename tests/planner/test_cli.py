@@ -18,6 +18,7 @@ from aliquot.core.errors import UserError
 from aliquot.machine.cpu import read_cpu
 from aliquot.planner import machine_profile
 from aliquot.planner.machine_profile import keep
+from tests.conftest import RATES
 from tests.runs import command, refused, trained, write_config
 
 KEYS = {
@@ -119,7 +120,7 @@ def test_full_disk_leaves_no_partial_profile(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "full").write_bytes(bytes(16384))
         monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path))
         with pytest.raises(OSError, match="No space left on device"):
-            keep(read_cpu(), 1, 1, {"products": {}})
+            keep(read_cpu(), 1, 1, RATES)
         assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["full"]
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

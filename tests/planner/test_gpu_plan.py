@@ -119,7 +119,7 @@ def test_offloaded_runs_are_told_of_engine_host() -> None:
     config = with_settings(config, {"train.gradient_accumulation_steps": 16})
     planner, workload = Planner(PlannedModel(config), machine), Workload.assumed(config)
     made, search = planner.plan(config, layout, workload), Search(planner, config, layout, workload)
-    others = {words: other for series in _series(made, search) for words, other in _plans(series, search)}
+    others = {words: other for series in _series(made, search, config) for words, other in _plans(series, search)}
     assert others["shard.engine=host shard.offload=none"].engine == "host"
 
 

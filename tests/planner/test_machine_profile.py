@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -77,6 +78,7 @@ def test_median_measurement_is_elementwise() -> None:
 
 def test_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
+    monkeypatch.setattr(machine_profile, "_BUSY", math.inf)  # other tests are other work
     machine = Machine.local()
     assert measured_rates(machine, ONE) is None
     machine_profile.ensure_measured(machine, RankLayout(1, 2, 1, "cpu"))
@@ -145,6 +147,7 @@ def test_quick_profiles_expire_after_an_hour(unknown: Path, monkeypatch: pytest.
     for profile in unknown.iterdir():
         profile.unlink()
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
+    monkeypatch.setattr(machine_profile, "_BUSY", math.inf)
     machine_profile.ensure_measured(machine, ONE)
     assert machine_profile.is_measured(machine, ONE)
 
@@ -179,10 +182,17 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
     assert recent(cpu, 1, 1) is None  # other ranks have other rates
     publish_checked_json(path, {**(read_checked_json(path) or {}), "format": 1})
     assert recent(cpu, 2, 1) is None
-    keep(cpu, 2, 1, {**RATES, "spread": 0.5})
-    assert recent(cpu, 2, 1) is None
-    rates = measured_rates(Machine.local(cpu), ONE)
+    machine, busy, same = Machine.local(cpu), {**RATES, "spread": 1.0, "call_s": 6.0}, RankLayout(1, 2, 1, "cpu")
+    keep(cpu, 2, 1, busy, thorough=True)
+    assert recent(cpu, 2, 1) is None and not machine_profile.is_measured(machine, same)
+    rates = measured_rates(machine, same)
     assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
+    assert rates.off_by == 3 and not rates.is_sure, "other work took half of the cores"
+    for seconds, off_by in ((0, 1.15), (4000, 1.5)):
+        made_older(keep(cpu, 2, 1, RATES), seconds)
+        rates = measured_rates(machine, keep(cpu, 2, 1, busy) and same)
+        assert rates is not None and (rates.call_s, rates.off_by) == (RATES["call_s"], off_by), "of the idle machine"
+    path.unlink()
     keep(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
     keep(cpu, 1, 4, {**RATES, "call_s": 8.0})
     rates = measured_rates(Machine.local(cpu), RankLayout(1, 1, 2, "cpu"))

@@ -23,7 +23,7 @@ from aliquot.machine.cpu import read_cpu
 from aliquot.models.shaped_model import shaped_model
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check
-from aliquot.planner.advice import _plans, _set, with_advice
+from aliquot.planner.advice import with_advice
 from aliquot.planner.automatic_settings import (
     plan_with_least_recomputation,
     plan_with_regular_saves,
@@ -351,9 +351,9 @@ def test_traffic_does_not_depend_on_batch_notation() -> None:
     assert one == other
 
 
-def advised(machine: Machine, config: RunConfig, nodes: int) -> Plan:
-    search = search_on(machine, config, machine.layout(config, nodes, 2))
-    return with_advice(search.planner.plan(config, search.layout, search.workload), search)
+def advised(machine: Machine, config: RunConfig, nodes: int, ranks: int = 2) -> Plan:
+    search = search_on(machine, config, machine.layout(config, nodes, ranks))
+    return with_advice(search.planner.plan(config, search.layout, search.workload), search, config)
 
 
 def test_network_bound_run_gets_advice() -> None:
@@ -383,15 +383,13 @@ def test_slower_precision_gets_advice() -> None:
     ]  # fmt: skip
 
 
-def test_memory_bound_runs_are_advised_to_compile() -> None:
-    machine, told = Machine.from_instance("c7i.2xlarge"), []
-    for compiles in ("none", "layers"):
-        config = planned_config(LLAMA, train={"compile": compiles, "global_batch_size": 2})
-        search = search_on(machine, config, machine.layout(config, 1, 2))
-        present = search.planner.plan(config, search.layout, search.workload)
-        helps = _plans(_set(config, "train.compile", "layers"), search)
-        told += [words for words, made in helps if made.tokens_per_s > present.tokens_per_s]
-    assert told == ["train.compile=layers"]
+def test_faster_precision_is_advised_with_what_makes_it_fit() -> None:
+    zen3, config = Machine.from_numbers(64, 16, None, "avx2"), planned_config(LLAMA, shard={"engine": "host"})
+    config = with_settings(config, {"train.gradient_checkpointing": "full"})
+    plans = [plan(with_settings(config, {"train.precision": kind}), zen3, 1, 4) for kind in ("bf16", "fp32")]
+    sizes = [made.peak_bytes_per_rank * made.ranks_per_node + made.beside_bytes for made in plans]
+    made = advised(replace(zen3, memory_bytes=sum(sizes) // 2), config, 1, ranks=4)
+    assert made.fits and "train.precision=fp32 launch.ranks=" in made.bottleneck
 
 
 def test_hidden_communication_is_no_bottleneck() -> None:
@@ -631,6 +629,25 @@ def test_singular_words_for_one() -> None:
     assert [replace(made, parameters=number).size for number in sizes] == [
         f"{size} parameters" for size in sizes.values()
     ]
+
+
+@pytest.mark.parametrize(
+    ("train", "checkpoint", "words"),
+    [
+        ({"max_steps": 100}, {"every": 20, "keep": 2}, " every 20 steps, at most 3 at once: 300.0 MB"),
+        ({"max_steps": 100}, {"every": 0}, ""),
+        ({"max_steps": 100}, {"every": "auto"}, ""),  # the run ends before the first is due
+        ({"eval_steps": 1}, {"every": 1, "keep": 1, "best": True}, " every step, at most 3 at once: 300.0 MB"),
+        ({"max_steps": None}, {"every": "auto", "keep": 4}, " every 7 steps, at most 5 at once: 500.0 MB"),
+    ],
+)  # fmt: skip
+def test_disk_that_checkpoints_take(train: dict[str, object], checkpoint: dict[str, object], words: str) -> None:
+    data = {"eval_fraction": 0.1} if "best" in checkpoint else {}
+    made = plan(planned_config(LLAMA, train=train, checkpoint=checkpoint, data=data), SERVER)
+    chosen = made.save_steps if made.steps else 7
+    assert lines_of(replace(made, checkpoint_bytes=10**8, save_steps=chosen))["disk"].endswith(
+        f", 100.0 MB a checkpoint{words}"
+    )
 
 
 def test_saves_longer_than_all_steps_get_advice() -> None:

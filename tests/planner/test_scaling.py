@@ -23,7 +23,6 @@ from aliquot.planner.scaling import (
     FAILED_A_MONTH,
     MONTH_S,
     SAVING_PART,
-    Storage,
     best_interval_s,
     expected_maximum,
     losses,
@@ -47,7 +46,7 @@ def losses_on(
         groups=33, weights_bytes=0, patched_bytes=0, disk_bytes_per_s=1.0, offloads=False,
         unsharded=unsharded,
     )  # fmt: skip
-    return losses(step, setting, micro_batches, 10**9, Storage(60.0, 60.0), 0.25)
+    return losses(step, setting, micro_batches, 10**9, 60.0, 0.25)
 
 
 @pytest.mark.parametrize("engine", ["host", "fsdp"])

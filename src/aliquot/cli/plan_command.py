@@ -225,9 +225,9 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         ensure_measured(machine, layout)
         update("planning the run")
         plan = planner.plan(config, layout, workload)
-        config = with_fixed_choices(config, plan)
+        requested, config = config, with_fixed_choices(config, plan)
         search = Search(planner, config, layout, workload, names)
-        plan = with_advice(plan, search)
+        plan = with_advice(plan, search, requested)
         problems = fit_check.problems(plan, machine)
         fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
         failing = search

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import BatchSize, batch_size
 from aliquot.distributed.topology import RankLayout
-from aliquot.planner.automatic_settings import with_settings
+from aliquot.planner.automatic_settings import larger_micro_batches, with_settings
 from aliquot.planner.plan import Plan
 from aliquot.planner.settings_search import Search, as_arguments, batch_changes
 
@@ -32,10 +33,16 @@ class Change:
     layout: RankLayout | None = None  # None: the present layout
 
 
-def with_advice(plan: Plan, search: Search) -> Plan:
-    """Append the most helpful change of settings to `plan.bottleneck`. This makes about a dozen more plans."""
-    series = _series(plan, search)
-    if not plan.fits or not series:
+def with_advice(plan: Plan, search: Search, requested: RunConfig) -> Plan:
+    """Append the most helpful change of settings to `plan.bottleneck`. This makes about a dozen more plans.
+
+    Rates of a busy machine, which are not slowed alike, are no reason to change a setting.
+
+    Args:
+        requested: the config of `search` before the plan chose the settings that are `auto`.
+    """
+    series = _series(plan, search, requested) if plan.fits and search.planner.rates(search.layout).is_sure else []
+    if not series:
         return plan
     present = search.planner.plan(search.config, search.layout, search.workload, approximate=True).tokens_per_s
     best: list[tuple[float, str]] = []
@@ -50,24 +57,32 @@ def with_advice(plan: Plan, search: Search) -> Plan:
     return replace(plan, bottleneck=f"{plan.bottleneck}: {words} would be {gain:.1f}x as fast")
 
 
-def _series(plan: Plan, search: Search) -> list[Iterator[Change]]:
+def _series(plan: Plan, search: Search, requested: RunConfig) -> list[Iterator[Change]]:
     """Return series of changes, each from the smallest to the largest change.
 
-    A series that cannot help is left out, because each change costs the time of a plan.
+    A series that cannot help is left out, because each change costs the time of a plan. So is a setting that is `auto`:
+    its value is the best by the same plans.
     """
     planner, config, layout = search.planner, search.config, search.layout
     faster = planner.machine.faster_precision(layout.device)
-    series = [_set(config, "train.precision", faster)] if config.train.chosen_precision != faster else []
+    series: list[Iterator[Change]] = []
+    if config.train.chosen_precision != faster:
+        # The other settings that are `auto`, and the ranks, have other values in the other precision.
+        precision = {"train.precision": faster}
+        fewer = _fewer_ranks(replace(search, config=requested), precision)
+        series.append(chain([Change(with_settings(requested, precision), precision)], fewer))
     if plan.engine != "host" and planner.engine(config, layout) == "host":  # engine host does not fit
-        series.append(_fewer_ranks(search))
+        series.append(_fewer_ranks(search, {}))
     if plan.bottleneck != "compute-bound":
-        series += _larger_batches(config, layout)
+        is_chosen = next(larger_micro_batches(requested, layout.world_size), None) is not None
+        series += _larger_batches(config, layout)[: 1 if is_chosen else None]
         if plan.engine != "host":
             # On GPUs, engine host is another way to keep states in host memory.
             host = {"shard.engine": "host"} | ({"shard.offload": "none"} if config.shard.offload == "cpu" else {})
             series.append(iter([Change(with_settings(config, host), host)]))
         if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
-            series.append(_set(config, "shard.reduce_dtype", "bf16"))
+            smaller = {"shard.reduce_dtype": "bf16"}
+            series.append(iter([Change(with_settings(config, smaller), smaller)]))
     return series
 
 
@@ -108,20 +123,16 @@ def _larger_batches(config: RunConfig, layout: RankLayout) -> list[Iterator[Chan
     ]
 
 
-def _fewer_ranks(search: Search) -> Iterator[Change]:
-    """Yield changes to fewer ranks per node: engine host may then fit.
+def _fewer_ranks(search: Search, others: Mapping[str, object]) -> Iterator[Change]:
+    """Yield changes to fewer ranks per node together with `others`: engine host may then fit.
 
     Each rank needs memory for activations and for a ring buffer of gradients.
     """
     config, layout = search.config, search.layout
     for ranks in (count for count in _FEWER_RANKS if count < layout.ranks_per_node):
-        changed = with_settings(config, {"launch.ranks": ranks})
+        settings = {**others, "launch.ranks": ranks}
         fewer = search.planner.machine.layout(config, layout.nodes, ranks)
-        yield Change(changed, {"launch.ranks": ranks}, layout=fewer)
-
-
-def _set(config: RunConfig, key: str, value: str) -> Iterator[Change]:
-    yield Change(with_settings(config, {key: value}), {key: value})
+        yield Change(with_settings(config, settings), settings, layout=fewer)
 
 
 def _with_batch(config: RunConfig, layout: RankLayout, size: BatchSize, description: str | None) -> Change:

@@ -59,8 +59,7 @@ def with_fixed_choices(config: RunConfig, plan: Plan) -> RunConfig:
 
     Activation checkpointing stays `auto`, because with other settings another value may be the least that fits.
     """
-    requested = {"train.gradient_checkpointing": config.train.gradient_checkpointing}
-    return with_settings(with_choices(config, plan.choices), requested)
+    return with_choices(config, plan.choices | {"train.gradient_checkpointing": "auto"})
 
 
 def plan_with_least_recomputation(config: RunConfig, engine: str, plan_of: PlanOf) -> Plan:
@@ -83,29 +82,32 @@ def plan_with_least_recomputation(config: RunConfig, engine: str, plan_of: PlanO
 def plan_with_fast_micro_batch(config: RunConfig, world_size: int, must_be_1: bool, plan_of: PlanOf) -> Plan:
     """Plan a run with `train.per_device_train_batch_size: auto`.
 
-    The micro-batch grows while that makes a step clearly faster and the run surely fits into memory.
+    The micro-batch grows if that makes a step clearly faster, while the run surely fits into memory.
     """
 
     def with_size(size: int) -> Plan:
         return plan_of(with_settings(config, {"train.per_device_train_batch_size": size}))
 
     plan = with_size(1)
-    for size in () if must_be_1 else _larger_micro_batches(config, world_size):
+    for size in () if must_be_1 else larger_micro_batches(config, world_size):
         larger = with_size(size)
         surely_fits = larger.fits and larger.peak_bytes_per_rank <= (1 - UNCERTAINTY) * larger.limit_bytes
-        if not surely_fits or larger.step_with_messages_s * _CLEAR_GAIN > plan.step_with_messages_s:
+        if not surely_fits:
             break
-        plan = larger
+        if larger.step_with_messages_s * _CLEAR_GAIN <= plan.step_with_messages_s:
+            plan = larger
     return plan
 
 
-def _larger_micro_batches(config: RunConfig, world_size: int) -> Iterator[int]:
-    """Yield sizes above 1, in ascending order, with which no rank gets more sequences of the same global batch.
+def larger_micro_batches(config: RunConfig, world_size: int) -> Iterator[int]:
+    """Yield sizes above 1 of a micro-batch that is `auto`, in ascending order, for the same global batch.
 
-    Only a global batch that is set leaves a choice, and only without gradient accumulation steps.
+    No rank gets more sequences. Only a global batch that is set leaves a choice, and only without gradient accumulation
+    steps.
     """
     train = config.train
-    if train.global_batch_size is None or train.gradient_accumulation_steps is not None:
+    is_automatic = train.per_device_train_batch_size == "auto" and train.gradient_accumulation_steps is None
+    if train.global_batch_size is None or not is_automatic:
         return
     share = -(-train.global_batch_size // world_size)
     for size in sorted({*_MICRO_BATCHES, min(share, max(_MICRO_BATCHES))}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.intervals import is_due, times_either_due
+from aliquot.core.intervals import is_due, times_due, times_either_due
 from aliquot.distributed.topology import RankLayout
 from aliquot.models.model_shape import ModelShape, numel
 from aliquot.optim.sizes import moment_bytes
@@ -93,10 +93,27 @@ def count_saves(
     overlapped = between - last_step_is_due
     not_copied = max(0, saving.checkpoint_bytes - ranks * settings.buffer_bytes)
     until_copied_s = not_copied / saving.storage_bytes_per_s - until_update_s
-    until_next_s = 0.0
-    if steps:
-        until_next_s = saving.save_s - step_s * min(every for every in (settings.save_steps, best, steps) if every)
+    until_next_s = saving.save_s - step_s * min(filter(None, (settings.save_steps, best, steps)), default=0)
     return SaveCounts(int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s))
+
+
+def most_checkpoints(config: RunConfig, steps: int, done: int = 0, existing: bool = False) -> int:
+    """Return the most checkpoints that a run stores at once.
+
+    With `checkpoint.best`, every evaluation counts as the best so far. A new checkpoint is complete before retention
+    deletes an old one.
+
+    Args:
+        steps: of the run; 0 if the number is unknown.
+        done: steps of the checkpoint that the run resumes from.
+        existing: whether the run has checkpoints already.
+    """
+    settings = config.checkpoint
+    most = settings.keep + settings.best + 1
+    saves = times_due(settings.save_steps, steps, settings.last)
+    saves += settings.best * times_due(config.train.eval_steps, steps)
+    future = max(0, saves - times_due(settings.save_steps, done, last=False))
+    return min(future + existing, most) if steps else most
 
 
 def snapshot_bytes(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError
-from aliquot.core.intervals import times_due
 from aliquot.core.number_format import gib
 from aliquot.machine.storage import nearest_directory
+from aliquot.planner.checkpoint_cost import most_checkpoints
 from aliquot.planner.memory_phases import START_PRIVATE_BYTES, START_SHARED_BYTES, helper_process_bytes
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
@@ -101,15 +101,9 @@ def disk_suffices(config: RunConfig, plan: Plan, done: int = 0) -> bool:
 
 def _disk_uses(config: RunConfig, plan: Plan, done: int) -> dict[int, list[_DiskUse]]:
     """Return what the run needs on each file system, by device number."""
-    run, saving = config.run.directory, config.checkpoint
-    saves = times_due(saving.save_steps, plan.steps, saving.last) if plan.steps else 2
+    run = config.run.directory
     existing = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
-    if saving.best:
-        saves += times_due(config.train.eval_steps, plan.steps)  # upper bound: every evaluation is the best so far
-    future = max(0, saves - times_due(saving.save_steps, done, last=False))
-    at_once = min(
-        future + bool(existing), saving.keep + saving.best + 1
-    )  # a new checkpoint is complete before retention deletes an old one
+    at_once = most_checkpoints(config, plan.steps, done, bool(existing))
     checkpoints = f"{at_once:,} checkpoints take" if at_once > 1 else f"{at_once} checkpoint takes"
     uses: dict[int, list[_DiskUse]] = defaultdict(list)
     for use in (

@@ -2,7 +2,8 @@
 
 A profile is specific to processor, cores, version of torch, ranks and threads. The speed of a shared machine changes by
 half within a day. Therefore a quick profile is valid for an hour, and a run without a valid profile measures a new one.
-A thorough profile (`aliquot plan --calibrate`) is valid until a new measurement replaces it.
+A thorough profile (`aliquot plan --calibrate`) is valid until a new measurement replaces it. A profile of the busy
+machine is never valid: the next run measures again. A plan with such rates states a larger error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ FORMAT = 10
 _BUSY = 0.1  # spread of matrix product times above which the next run measures again
 _FRESH_S = 3600.0
 _MEASURED_OFF_BY = 1.15  # error of the time model itself; see docs/explanation/planning.md
-_SCALED_OFF_BY = 1.5  # error of rates scaled to other numbers of threads: eight threads are 5 to 8 times as fast as one
+# Error of rates that are old, of a busy machine (times 1 + spread), or scaled to other numbers of threads: eight
+# threads are 5 to 8 times as fast as one.
+_OTHER_OFF_BY = 1.5
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -50,8 +53,8 @@ class MachineProfile:
     rates: Measurement
 
     @property
-    def is_fresh(self) -> bool:
-        return self.thorough or abs(time.time() - self.at) < _FRESH_S  # clocks may be set back
+    def is_valid(self) -> bool:
+        return not self.is_busy and (self.thorough or abs(time.time() - self.at) < _FRESH_S)  # clocks may be set back
 
     @property
     def is_busy(self) -> bool:
@@ -69,13 +72,14 @@ class MachineProfile:
         """Return the rates of a rank of `layout`, scaled by cores per rank if `layout` was not measured."""
         then, now = (self.ranks, self.threads), (layout.ranks_per_node, layout.threads_per_rank)
         cores_then, cores = (min(threads, machine.cores / ranks) for ranks, threads in (then, now))
-        factor, off_by = cores / cores_then, _MEASURED_OFF_BY
+        factor, is_sure = cores / cores_then, then == now and self.is_valid
+        off_by = (_MEASURED_OFF_BY if is_sure else _OTHER_OFF_BY) * (1 + self.is_busy * self.rates.spread)
         how = "" if self.thorough else " in a second; --calibrate takes its time"
         if then != now:
-            how, off_by = f", of {self.ranks} x {self.threads} threads, scaled", _SCALED_OFF_BY
+            how = f", of {self.ranks} x {self.threads} threads, scaled"
         how += "; the machine was busy" if self.is_busy else ""
         if layout.nodes > 1 and machine.network_bytes_per_s is None:
-            how, off_by = f"{how}, {ASSUMED_NETWORK}", OFF_BY
+            how, off_by = f"{how}, {ASSUMED_NETWORK}", max(off_by, OFF_BY)
         rates = self.rates
         shared, shared_then = (max(1.0, ranks / machine.cores) for ranks, _ in (now, then))
 
@@ -91,7 +95,11 @@ class MachineProfile:
             gloo_bytes_per_s=GLOO_BYTES_PER_S * cores / layout.threads_per_rank,
             network_bytes_per_s=network_bytes_per_s(machine),
             off_by=off_by,
+            is_sure=not self.is_busy,
         )
+
+
+_PROFILE = TypeAdapter(MachineProfile)
 
 
 def measured_rates(machine: Machine, layout: RankLayout) -> Rates | None:
@@ -103,33 +111,34 @@ def measured_rates(machine: Machine, layout: RankLayout) -> Rates | None:
 def is_measured(machine: Machine, layout: RankLayout) -> bool:
     """Whether a plan for `layout` needs no measurement first."""
     profile = _nearest(machine, layout)
-    return machine.cpu is None or layout.device != "cpu" or (profile is not None and profile.is_fresh)
+    return machine.cpu is None or layout.device != "cpu" or (profile is not None and profile.is_valid)
 
 
 def recent(cpu: CpuFacts, ranks: int, threads: int) -> MachineProfile | None:
-    """Return a valid profile of exactly these ranks and threads, measured on an idle machine, or None."""
+    """Return a valid profile of exactly these ranks and threads, or None."""
     profile = _read(_path(cpu, ranks, threads))
-    return profile if profile is not None and profile.is_fresh and not profile.is_busy else None
+    return profile if profile is not None and profile.is_valid else None
 
 
 def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thorough: bool = False) -> Path:
-    """Write a profile of `ranks` of this machine with `threads` each, and return its path. Raises OSError."""
-    path = _path(cpu, ranks, threads)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    values = _values(ranks, threads, rates, thorough)
-    publish_checked_json(path, {**values, "machine": _identity(cpu)}, indent=1)
+    """Write a profile of `ranks` of this machine with `threads` each, and return its path. Raises OSError.
+
+    A profile of the busy machine does not replace a profile of the idle machine.
+    """
+    path, profile = _path(cpu, ranks, threads), profile_of(ranks, threads, rates, thorough)
+    previous = _read(path)
+    if previous is None or previous.is_busy or not profile.is_busy:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        publish_checked_json(path, {**_PROFILE.dump_python(profile, mode="json"), "machine": _identity(cpu)}, indent=1)
     return path
 
 
-def profile_of(ranks: int, threads: int, rates: dict[str, Any]) -> MachineProfile:
-    """Make a quick profile from `rates` that were measured just now, without storing it."""
-    return TypeAdapter(MachineProfile).validate_python(_values(ranks, threads, rates, thorough=False))
-
-
-def _values(ranks: int, threads: int, rates: dict[str, Any], thorough: bool) -> dict[str, Any]:
+def profile_of(ranks: int, threads: int, rates: dict[str, Any], thorough: bool = False) -> MachineProfile:
+    """Make a profile from `rates` that were measured just now, without storing it."""
     now = datetime.datetime.now(datetime.UTC)
     measured = {"ranks": ranks, "threads": threads, "thorough": thorough, "rates": rates}
-    return {"format": FORMAT, "at": now.timestamp(), "date": now.date().isoformat(), **measured}
+    values = {"format": FORMAT, "at": now.timestamp(), "date": now.date().isoformat(), **measured}
+    return _PROFILE.validate_python(values)
 
 
 def calibrate() -> Path:
@@ -190,7 +199,7 @@ def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
 
     def distance(profile: MachineProfile) -> tuple[bool, bool, int, int]:
         threads, ranks = profile.threads - layout.threads_per_rank, profile.ranks - layout.ranks_per_node
-        return not profile.is_fresh, profile.is_busy, abs(threads), abs(ranks)
+        return not profile.is_valid, profile.is_busy, abs(threads), abs(ranks)
 
     return min(profiles, key=distance, default=None)
 
@@ -198,7 +207,7 @@ def _nearest(machine: Machine, layout: RankLayout) -> MachineProfile | None:
 def _read(path: Path) -> MachineProfile | None:
     """Read a profile; None if the file is missing, damaged, or of another version of aliquot."""
     try:
-        profile = TypeAdapter(MachineProfile).validate_python(read_checked_json(path))
+        profile = _PROFILE.validate_python(read_checked_json(path))
     except ValueError:
         return None
     return profile if profile.format == FORMAT else None

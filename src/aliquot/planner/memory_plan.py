@@ -6,6 +6,7 @@ gradients stay unsharded on a GPU within a step if memory suffices.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,14 +183,7 @@ def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Uns
 
 def _fewest(with_count: Callable[[int], OnDisk], enough: int, excess: Callable[[OnDisk], float]) -> OnDisk:
     """Bisect for the smallest count with which a rank fits."""
-    low, high = 0, enough
-    while low < high:
-        middle = (low + high) // 2
-        if excess(with_count(middle)) <= 0:
-            high = middle
-        else:
-            low = middle + 1
-    return with_count(high)
+    return with_count(bisect_left(range(enough), True, key=lambda count: excess(with_count(count)) <= 0))
 
 
 def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], weight: Shape, count: int) -> OnDisk:

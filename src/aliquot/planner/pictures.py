@@ -24,6 +24,7 @@ _CATEGORY_COLOURS = {
     "loss": "#f9ab00",
     "buffers": _RED,
     "snapshot": "#e52592",
+    "streamed": "#777",
     "allocator": "#dadce0",
 }
 _MEMORY_HEIGHT, _MEMORY_BOTTOM, _MEMORY_RIGHT = 480, 60, 150
@@ -59,7 +60,7 @@ def memory_svg(plan: Plan) -> str:
         for name, size, is_shared in _sizes(phase, plan.ranks_per_node):
             box = f'x="{x:.1f}" y="{y(base + size):.1f}" width="{0.76 * step:.1f}" height="{height * size / top:.2f}"'
             label = escape(f"{name}{', shared' if is_shared else ''}: {size / 2**20:,.0f} MiB")
-            parts.append(f'<rect {box} fill="{_category_colour(name)}"><title>{label}</title></rect>')
+            parts.append(f'<rect {box} fill="{_CATEGORY_COLOURS[name]}"><title>{label}</title></rect>')
             if is_shared:
                 parts.append(f'<rect {box} fill="url(#shared)" pointer-events="none"/>')
             base += size
@@ -73,7 +74,7 @@ def memory_svg(plan: Plan) -> str:
         parts.append(_text(right + 6, y(limit) + 4, f"limit {limit / 2**30:.1f} GiB", colour=_RED))
     for number, name in enumerate(reversed(categories)):
         at = _TOP + 60 + 18 * number
-        parts.append(f'<rect x="{right + 8}" y="{at - 10}" width="12" height="12" fill="{_category_colour(name)}"/>')
+        parts.append(f'<rect x="{right + 8}" y="{at - 10}" width="12" height="12" fill="{_CATEGORY_COLOURS[name]}"/>')
         parts.append(_text(right + 26, at, name))
     where = plan.instance or "this kind of machine"
     title = (
@@ -124,10 +125,6 @@ def _sizes(phase: PhaseMemory, ranks_per_node: int) -> list[tuple[str, float, bo
     private = [(name, float(size), False) for name, size in phase.private_bytes.items()]
     shared = [(name, size / ranks_per_node, True) for name, size in phase.shared_bytes.items()]
     return [(name, size, is_shared) for name, size, is_shared in [*private, *shared] if size > 0]
-
-
-def _category_colour(name: str) -> str:
-    return _CATEGORY_COLOURS.get(name, "#777")
 
 
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:

@@ -102,6 +102,7 @@ class Plan:
     uncounted_evaluations: int = 0  # evaluations whose number of sequences is unknown until the data are read
     reference_s: float = 0.0  # log-probabilities before training; 0 also if the number of sequences is unknown
     save_steps: int = 0  # steps between saves; 0: the run saves only at its end
+    checkpoints: int = 1  # the most checkpoints that are stored at once
     saves: int = 0  # saves during which training waits
     saves_beside: int = 0  # saves that overlap with steps
     stall_s: float = 0.0  # total time that steps wait for overlapping saves

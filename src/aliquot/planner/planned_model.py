@@ -116,6 +116,8 @@ class PlannedModel:
         `predicted` tokens of the row have a label. If the code of the model does not run on meta tensors, a Llama of
         the same sizes replaces the model.
         """
+        # Larger buffers than those of all fp32 logits change nothing: GPUs of all sizes share a pass.
+        step = replace(step, logits_bytes=min(step.logits_bytes, 4 * edges[-1] * self.shape.vocabulary))
         key = [*self._key, asdict(replace(step, compiled=False)), edges, predicted]
         values = _remembered(key, lambda: self._measure(step, edges, predicted))
         if (why := values["as_llama"]) is not None:

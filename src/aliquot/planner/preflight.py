@@ -80,9 +80,9 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         )
         planner = Planner(PlannedModel(config, request.vocabulary), machine)
         plan = _plan_with_choices(planner, config, request.recorded, layout, workload, warn)
-        config = with_fixed_choices(config, plan)
+        config = with_fixed_choices(request.config, plan)
         search = Search(planner, config, layout, workload)
-        plan = with_advice(plan, search) if advise else plan
+        plan = with_advice(plan, search, request.config) if advise else plan
         problems = "; ".join(fit_check.problems(plan, machine))
         refuse = fit_check.cannot_fit(plan) and not force
         advice = search.remedies(done) if problems and refuse else None

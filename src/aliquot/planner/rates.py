@@ -32,6 +32,7 @@ class Rates:
     gloo_bytes_per_s: float  # sent and received by a rank while gloo and the Linux kernel occupy its core
     network_bytes_per_s: float  # from a node to other nodes
     off_by: float  # factor by which times may be wrong, either way
+    is_sure: bool = True  # False: the machine had other work during the measurement, which slows rates unequally
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
         """Return the seconds of `batch` products [m, k] x [k, n].

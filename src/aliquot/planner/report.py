@@ -60,7 +60,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
     lines = [
         f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_host} {_size(plan.local_bytes_per_step)}",
-        f"disk            {_size(plan.disk_read_bytes)} read at start, {_size(plan.checkpoint_bytes)} a checkpoint",
+        f"disk            {_size(plan.disk_read_bytes)} read at start, {_checkpoints(plan)}",
         *([f"micro-batches   of {plan.micro_batch} sequences"] if plan.micro_batch > 1 else []),
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         *([f"replicated      on {plan.nodes} nodes, which send gradients alone"] if plan.replicate == "nodes" else []),
@@ -152,14 +152,14 @@ def _run_lines(plan: Plan) -> list[str]:
     """Describe the whole run: steps, evaluations, saves, export and cost."""
     if not plan.steps:
         return ["whole run       not known before the data are read: set train.max_steps", *_cost_lines(plan)]
-    uncounted = plan.uncounted_evaluations
     besides = [
         f"reference log-probabilities {_seconds(plan.reference_s)}" if plan.reference_s else "",
         f"{count_of(plan.evaluations, 'evaluation')} of {_seconds(plan.evaluation_s)}" if plan.evaluations else "",
-        count_of(uncounted, "evaluation that is", "evaluations that are") + " not counted" if uncounted else "",
+        f"{count_of(plan.uncounted_evaluations, 'evaluation that is', 'evaluations that are')} not counted"
+        if plan.uncounted_evaluations
+        else "",
         f"{count_of(plan.saves_beside, 'save')} beside them, waiting {_seconds(plan.stall_s)}" if plan.stall_s else "",
         f"{count_of(plan.saves, 'save')} of {_seconds(plan.save_s)}",
-        f"a save every {count_of(plan.save_steps, 'step')}" if 0 < plan.save_steps < plan.steps else "",
         f"the export {_seconds(plan.export_s)}" if plan.export_s else "",
     ]
     rate = plan.storage_bytes_per_s
@@ -205,6 +205,16 @@ def advise_saves(plan: Plan) -> str:
     """Advise how saves would take less time of the run."""
     fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
     return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
+
+
+def _checkpoints(plan: Plan) -> str:
+    """Describe the interval of checkpoints, and their size on disk."""
+    is_at_end = plan.save_steps == 0 or 0 < plan.steps <= plan.save_steps
+    every = "" if is_at_end else " every step" if plan.save_steps == 1 else f" every {plan.save_steps:,} steps"
+    most, size = plan.checkpoints, _size(plan.checkpoints * plan.checkpoint_bytes)
+    return (
+        f"{_size(plan.checkpoint_bytes)} a checkpoint{every}{f', at most {most} at once: {size}' if most > 1 else ''}"
+    )
 
 
 def _on_storage(plan: Plan) -> bool:

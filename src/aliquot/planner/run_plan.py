@@ -19,6 +19,7 @@ from aliquot.planner.checkpoint_cost import (
     checkpoint_bytes,
     count_saves,
     export_bytes,
+    most_checkpoints,
     saves_overlap,
     snapshot_bytes,
 )
@@ -30,7 +31,7 @@ from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import DISK_BYTES_PER_S, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.rates import Rates, estimated
-from aliquot.planner.scaling import Storage, losses
+from aliquot.planner.scaling import losses
 from aliquot.planner.step_time import MicroBatchTime, StepSetting, StepTime, evaluation_time, step_time
 from aliquot.planner.traffic import traffic
 from aliquot.tensor_io.parts import MEMORY_BYTES
@@ -127,19 +128,19 @@ class RunPlan:
         moved = traffic(config, self.engine, self.shape, layout, self.micro_batches, memory.unsharded)
         disk = disk_use(config, self.shape, layout, memory.on_disk, self.micro_batches)
         step = self._step_time(setting, memory, self.micro_batches)
-        until_update_s = self.micro_batches * self.micro_batch.step_s
-        saves = count_saves(config, self.steps or 0, self.saving, layout.world_size, step.total_s, until_update_s)
+        saves = count_saves(
+            config, self.steps or 0, self.saving, layout.world_size, step.total_s,
+            until_update_s=self.micro_batches * self.micro_batch.step_s,
+        )  # fmt: skip
         evaluations = config.train.eval_on_start + times_due(config.train.eval_steps, self.steps or 0)
         evaluated = BatchSize(workload.eval_sequences or 0, size.micro).sequences(layout.world_size) / size.micro
         with_reference = (workload.sequences or 0) + (workload.eval_sequences or 0)
-        compared = BatchSize(with_reference, size.micro).sequences(layout.world_size) / size.micro
-        compared *= {"dpo": 1, "kto": 2}.get(config.train.objective, 0)  # kto: with mismatched answers
-        batches = size.sequences(layout.world_size) / size.micro if config.train.objective == "kto" else 0
-        divergence_s = evaluation_time(setting, self.whole_micro_batch, batches, moved, self.rates)
+        passes = {"dpo": 1, "kto": 2}.get(config.train.objective, 0)  # kto: with mismatched answers
+        compared = passes * BatchSize(with_reference, size.micro).sequences(layout.world_size) / size.micro
+        mismatched = size.sequences(layout.world_size) / size.micro if config.train.objective == "kto" else 0
+        divergence_s = evaluation_time(setting, self.whole_micro_batch, mismatched, moved, self.rates)
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
-        storage = Storage(self.saving.save_s, self.saving.checkpoint_bytes / self.saving.storage_bytes_per_s)
-        idle_ranks = 1 - size.total / (size.micro * self.micro_batches * layout.world_size)
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
@@ -173,6 +174,7 @@ class RunPlan:
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
             reference_s=evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
             save_steps=config.checkpoint.save_steps,
+            checkpoints=most_checkpoints(config, self.steps or 0),
             saves=saves.blocking,
             saves_beside=saves.overlapped,
             stall_s=saves.stall_s,
@@ -195,7 +197,14 @@ class RunPlan:
             off_by=self.rates.off_by,
             kernel_shapes=kernel_shapes(config, self.shape, self.cost, size, machine.isa),
             usd_per_hour=None if hourly is None else hourly * layout.nodes,
-            losses=losses(step, setting, self.micro_batches, moved.wire_bytes, storage, max(0.0, idle_ranks)),
+            losses=losses(
+                step,
+                setting,
+                self.micro_batches,
+                moved.wire_bytes,
+                self.saving.save_s,
+                idle_ranks=max(0.0, 1 - size.total / (size.micro * self.micro_batches * layout.world_size)),
+            ),
             fees_usd_per_hour=0.0 if hourly is None or config.cluster is None else config.cluster.fees_usd_per_hour,
         )
 
@@ -265,8 +274,8 @@ class RunPlan:
 
 def _read_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of the model's files, which contain no adapter weights; 0 for a new model."""
-    adapter = 0 if config.adapter is None else shape.learned_numel
-    return (shape.numel - adapter) * shape.dtype_bytes if config.model.path is not None else 0
+    read = shape.numel if config.adapter is None else shape.numel - shape.learned_numel
+    return read * shape.dtype_bytes if config.model.path is not None else 0
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

@@ -6,7 +6,6 @@ step_time.py counts operations and bytes, which ranks share. The losses here gro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import NormalDist
 
 from aliquot.engines.host.host_memory import MESSAGE_BYTES
@@ -31,21 +30,14 @@ LONGEST_INTERVAL_S = 6 * 3600.0  # more steps are not risked, however rare losse
 SAVING_PART = 0.5  # a save takes at most this part of the time between two saves
 
 
-@dataclass(frozen=True)
-class Storage:
-    """The checkpoints of a run and their storage."""
-
-    save_s: float
-    read_s: float  # until all ranks have read a checkpoint
-
-
 def losses(
-    step: StepTime, setting: StepSetting, micro_batches: int, wire_bytes: int, storage: Storage, idle_ranks: float
+    step: StepTime, setting: StepSetting, micro_batches: int, wire_bytes: int, save_s: float, idle_ranks: float
 ) -> Losses:
     """Estimate the losses of a run with `micro_batches` on each rank and optimizer step.
 
     Args:
         wire_bytes: sent between hosts by all ranks in a step.
+        save_s: seconds in which all ranks write a checkpoint, or read one.
         idle_ranks: the fraction of the micro-batches of a step that are empty.
     """
     layout = setting.layout
@@ -54,11 +46,11 @@ def losses(
     with_messages_s = step.total_with(_messages_s(setting, micro_batches, wire_bytes))
     spread_s = STEP_SPREAD * expected_maximum(layout.world_size) * step.total_s
     lost_a_second = FAILED_A_MONTH / MONTH_S * layout.nodes
-    interval_s = best_interval_s(storage.save_s, lost_a_second)
+    interval_s = best_interval_s(save_s, lost_a_second)
     return Losses(
         messages=1 - step.total_s / with_messages_s,
         stragglers=spread_s / (step.total_s + spread_s),
-        lost_nodes=min(1.0, lost_a_second * (NEW_NODE_S + storage.read_s + interval_s / 2)),
+        lost_nodes=min(1.0, lost_a_second * (NEW_NODE_S + save_s + interval_s / 2)),
         idle_ranks=idle_ranks,
     )
 

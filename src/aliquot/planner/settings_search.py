@@ -122,6 +122,8 @@ class Search:
             node_counts: numbers of nodes to try; None: the present number, twice and half of it, and one.
         """
         layout, cores = self.layout, self.planner.machine.cores
+        # On CPU, the ranks that `launch.ranks: auto` chooses follow the batch.
+        is_automatic = self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
         near = dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1))
         for nodes, ranks in product(node_counts or near, self._rank_counts()):
             threads = layout.threads_per_rank
@@ -130,7 +132,7 @@ class Search:
             changed_layout = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, settings in self._settings(changed_layout):
                 changes = settings | self._layout_changes(changed_layout)
-                if self._ranks_follow_batch and self._automatic_ranks(settings, nodes) != ranks:
+                if is_automatic and layout.device == "cpu" and self._automatic_ranks(settings, nodes) != ranks:
                     changes["launch.ranks"] = ranks
                 with suppress(UserError):  # settings that exclude each other
                     plan = self.planner.plan(changed, changed_layout, self.workload, approximate=True)
@@ -160,11 +162,6 @@ class Search:
         except UserError:
             return False
         return smallest is None or not fit_check.problems(smallest, self.planner.machine)
-
-    @property
-    def _ranks_follow_batch(self) -> bool:
-        is_automatic = self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
-        return is_automatic and self.layout.device == "cpu"
 
     def _automatic_ranks(self, changes: Mapping[str, object], nodes: int) -> int:
         """Return the ranks per node that `launch.ranks: auto` chooses with these changes."""
