@@ -237,10 +237,9 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "embed_tokens is not a linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
     assert "names the output head" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
     assert "an adapter trains no embeddings" in refusal(config, "model.add_tokens=[<a>]")
-    assert "adapter.alpha was 12.0 and is 6.0" in refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0}))
-    assert "adapter.r was 3 and is 4: undo the change" in refusal(
-        adapter_config(base, "lora", adapter={**LORA, "r": 4})
-    )
+    changed = refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0, "r": 4}))
+    assert "adapter.alpha was 12.0 and is 6.0" in changed and "adapter.r was 3 and is 4" in changed
+    assert "undo the change" in changed
     other_data = refusal(adapter_config(base, "lora", adapter=LORA), "data.sequence_length=16")
     assert other_data.endswith("start a new run under another run.name with adapter.path set to this directory")
     frozen = write_config(folder, "base", train={"max_steps": 3, "freeze": ["*.mlp.*"]})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +35,7 @@ from aliquot.tensor_io.range_io import BUFFER_BYTES, RangeReader, TargetFile
 from aliquot.tensor_io.transfer import drain, fill
 from tests.examples import examples
 from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, layout_of, run_world, value_of
+from tests.tools import warm
 
 
 def publish(target: Path, ranks: Any, fails: str | None = None, rank: int = 0, replace: bool = False) -> None:
@@ -199,7 +198,7 @@ commit(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), replace=True)
     for directory, content in ((target, "old"), (partial, "new")):
         directory.mkdir()
         (directory / "file").write_text(content)
-    assert subprocess.run([sys.executable, "-c", killed, partial, target], check=False).returncode == 9
+    assert warm.run("-c", killed, partial, target).returncode == 9
     assert not target.exists()
     restore_former(tmp_path)
     assert (target / "file").read_text() == "old"
