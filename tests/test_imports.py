@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -102,6 +103,15 @@ def test_light_start(command: list[str]) -> None:
     result = subprocess.run([sys.executable, "-X", "importtime", *command], capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in result.stderr.splitlines()}
     assert not loaded & {"torch", "transformers", "datasets", "numpy", "pydantic"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_waiting_threads_sleep_soon(environ: dict[str, str], spins: str) -> None:
+    command = [sys.executable, "-c", "import aliquot, os; print(os.environ.get('GOMP_SPINCOUNT'))"]
+    others = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    assert subprocess.check_output(command, env=others | environ, text=True).strip() == spins
 
 
 def test_rooms_without_torch() -> None:

@@ -5,6 +5,7 @@ Importing this package imports neither torch nor transformers: a public name is 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from aliquot.run.callbacks import Callback, RunState
     from aliquot.run.evaluate import Evaluation, evaluate_model
     from aliquot.run.trainer import Result, train
+
+# Between two operations, the threads of GNU's OpenMP spin 300,000 times before they sleep. If other processes want the
+# same cores, spinning threads take the time of those that compute. torch reads the variable when it is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 __version__ = "0.1.0"
 __all__ = [
