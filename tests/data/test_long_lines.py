@@ -118,7 +118,9 @@ def crashing(path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("small_table_process")
-@pytest.mark.parametrize("name", ["page.parquet", "batch.arrow", "record.arrow", "crash.arrow"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("page.parquet", marks=pytest.mark.long), "batch.arrow", "record.arrow", "crash.arrow"]
+)
 def test_a_table_of_kilobytes_that_expands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     text = pyarrow.array(["fine", "a" * ((65 if name == "record.arrow" else 240) << 20)])
     table, path = pyarrow.table({"text": text, "id": [1, 2]}), tmp_path / name

@@ -125,11 +125,10 @@ _EQUIVALENTS = {
     "checkpoint.async": "async_mode enable_jit_checkpoint async_save",
     "checkpoint.mirror": "hub_strategy s3_path upload_dir remote_path",
     # observe
-    "observe.report_to": "use_wandb wandb wandb_project wandb_entity wandb_watch wandb_mode mlflow"
+    "observe.report_to": "observe.tensorboard use_wandb wandb wandb_project wandb_entity wandb_watch wandb_mode mlflow"
     " mlflow_tracking_uri mlflow_experiment_name comet_project_name use_comet use_mlflow trackio_space_id"
     " trackio_bucket_id trackio_static_space_id project enable_wandb swanlab_project use_swanlab loggers",
-    "observe.report_to: [tensorboard]": "observe.tensorboard use_tensorboard tensorboard_dir enable_tensorboard"
-    " save_tb_folder",
+    "observe.report_to: [tensorboard]": "use_tensorboard tensorboard_dir enable_tensorboard save_tb_folder",
     "observe.console": "disable_tqdm log_level log_level_replica verbose quiet progress_bar",
     "observe.profile": "profiler profiler_steps profiler_steps_start enable_profiling profile_freq profiling",
     "observe.sample_prompt": "sample_prompts generate_samples num_generation_samples",
