@@ -45,7 +45,7 @@ completion of commands and options for bash, zsh, fish or PowerShell; `--show-co
 | 0 | success |
 | 1 | the run stopped because of an error; `plan`: the run does not fit; `doctor`: a finding is a problem |
 | 2 | bad input: correct it first |
-| 128 + signal | a signal ended the command, for example 143 after SIGTERM; a run that has trained a step saves a checkpoint first |
+| 128 + signal | a signal ended the command, for example 143 after SIGTERM; a run that has trained saves a checkpoint |
 
 An error is one line on standard error. The id in brackets at its end has a section in
 [Troubleshooting](../guides/troubleshooting.md). If the usage of a command
