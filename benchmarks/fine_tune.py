@@ -4,7 +4,7 @@ git clone --depth 1 https://github.com/tldr-pages/tldr
 python benchmarks/fine_tune.py --pages tldr/pages/common --json fine_tune.json [--model HUB-ID-OR-DIRECTORY]
 
 The task is a shell command for a description in English, from the pages of tldr (CC BY 4.0): one chat for each example
-of a page. 2,000 chats drawn with a fixed seed are trained on for one epoch, by `aliquot train` with the config that
+of a page. 1,200 chats drawn with a fixed seed are trained on for one epoch, by `aliquot train` with the config that
 is printed, on all cores. 200 other chats are held out: their commands and descriptions are never trained on, but
 other examples of the same program may be. Answers are greedy, by plain transformers, from the model as published and
 from the export. An answer matches if it equals the page's command, white space aside.
@@ -37,7 +37,13 @@ CONFIG = """\
 run: {{name: shell}}
 model: {{path: {model}}}
 data: {{path: train.jsonl, eval_path: held-out.jsonl, sequence_length: 512}}
-train: {{num_train_epochs: 1, global_batch_size: 8, learning_rate: 5e-4, eval_steps: 20, eval_on_start: true}}
+train:
+  num_train_epochs: 1
+  global_batch_size: 2
+  learning_rate: 2e-4
+  warmup_ratio: 0.1
+  eval_steps: 40
+  eval_on_start: true
 """
 
 
@@ -45,7 +51,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--pages", type=Path, required=not smoke.SMOKE, help="a directory of tldr pages")
     arguments.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    arguments.add_argument("--chats", type=int, default=2000)
+    arguments.add_argument("--chats", type=int, default=1200)
     given = smoke.parse(arguments, pages=_smoke_pages, model=_smoke_model, chats=16)
     with tempfile.TemporaryDirectory(prefix="aliquot-fine-tune-") as folder:
         _fine_tune(given, Path(folder))

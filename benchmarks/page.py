@@ -204,6 +204,10 @@ SECTIONS = {
     ),
     "patches": ("Changed weights", "Size of the changed bf16 weights of a step, and speed of their encoding."),
     "long_run": ("Long runs", "*Growth*: median memory of the last tenth of the steps minus that of steps 20 to 40."),
+    "fine_tune": (
+        "A fine-tune of a real model",
+        "Greedy answers to 200 held-out questions, of which 20 are shown. *Similarity*: the ratio of Python's difflib.",
+    ),
     "foresight": ("Accuracy of plans", "The plan of each run, and what the run needed."),
 }
 _HEADERS = {
@@ -353,7 +357,7 @@ def _text(value: Any, percent: bool = False) -> str:
     if isinstance(value, bool):
         return "yes" if value else ""
     if not isinstance(value, int | float):
-        return str(value)
+        return " ".join(str(value).split()).replace("|", "\\|")
     if percent:
         return f"{100 * value:.3g} %"
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
