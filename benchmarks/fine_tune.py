@@ -135,7 +135,8 @@ def _row(who: str, loss: float, texts: list[str], held_out: list[tuple[str, str]
 
 
 def _smoke_pages() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="aliquot-smoke-"))
+    directory = smoke.model().parent / "pages"
+    directory.mkdir()
     for number in range(30):
         command = f"copy{number} {{{{[-v|--verbose]}}}} {{{{file}}}}"
         (directory / f"{number}.md").write_text(f"# copy{number}\n\n- Copy a file to host {number}:\n\n`{command}`\n")
