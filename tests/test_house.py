@@ -14,10 +14,10 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 
 # Statements without docstrings, because formatting cannot change their number. Lower a number whenever the count has
 # fallen. Raise a number only for a feature, and name in that line the feature and the statements that it takes.
-# tests began at 26,149. The 359 above that are the balance of what was removed and of tests of preferences (heads,
+# tests began at 26,149. The 358 above that are the balance of what was removed and of tests of preferences (heads,
 # prompts, references), of damaged files and caches, of records of other trainers, of lost consoles, of data show, of
 # played-back values, of stops within a step, of settings that are `auto`, and of `aliquot init` and `aliquot schema`.
-BUDGET = {"src": 31_508, "tests": 26_508}
+BUDGET = {"src": 31_508, "tests": 26_507}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Literal
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UsageError, writing
+from aliquot.core.small_files import publish_bytes
 
-Starter = Literal["quickstart", "text", "chat", "pairs"]
 SCHEMA_FILE = "aliquot.schema.json"
 
 
@@ -27,7 +26,7 @@ def schema_json() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def write_starter(kind: Starter, directory: Path) -> list[Path]:
+def write_starter(kind: str, directory: Path) -> list[Path]:
     """Write a config, its data and the JSON schema into `directory`, and return their paths, the config's first.
 
     Raises UsageError, before anything is written, if one of these files exists.
@@ -46,5 +45,5 @@ def write_starter(kind: Starter, directory: Path) -> list[Path]:
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for path, content in zip(paths, files.values(), strict=True):
-            path.write_text(content, encoding="utf-8", errors="surrogateescape")
+            publish_bytes(path, content.encode("utf-8", "surrogateescape"))
     return paths

@@ -36,7 +36,8 @@ def use_fp8(model: nn.Module, device: torch.device, gathers: bool) -> None:
             " can: leave it out"
         )
     _prove(device)
-    if not [layer for layer in decoder_layers(model) if _convert(layer, device, gathers)]:
+    converted = [layer for layer in decoder_layers(model) if _convert(layer, device, gathers)]
+    if not converted:
         raise EngineError(
             f"train.fp8: {type(model).__name__} has no linear layer that is large enough to gain from fp8: leave it out"
         )
