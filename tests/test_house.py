@@ -37,9 +37,9 @@ TESTED_BY = {
     "cli/test_export": {"cli/export_command"},
     "cluster/test_aws_account": {"config/cluster_section"},
     "cluster/test_check": {
-        "cluster/node_pool_view", "cluster/quantity", "cluster/rules_config", "cluster/rules_environment",
-        "cluster/rules_job", "cluster/rules_mounted_config", "cluster/rules_nodes", "cluster/rules_references",
-        "cluster/rules_volumes",
+        "cluster/comparison", "cluster/fields", "cluster/node_fields", "cluster/node_pool_view", "cluster/quantity",
+        "cluster/rules_config", "cluster/rules_environment", "cluster/rules_job",
+        "cluster/rules_references", "cluster/rules_scheduling", "cluster/storage_fields",
     },
     "cluster/test_directories": {"cluster/make_directories"},
     "cluster/test_proof": {"doctor/node_proof"},

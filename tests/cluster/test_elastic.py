@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -49,15 +48,14 @@ def test_a_lost_pod_is_replaced_and_counts_nothing() -> None:
 
 IN_PEACE = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 BY_HAND = {
-    "nothing is said": (lambda spec: spec.pop("podFailurePolicy"), "drained or reclaimed counts against backoffLimit"),
-    "as for a fixed number": (
-        lambda spec: spec.update(_all_together()), r"drained or reclaimed ends the Job \(FailJob\)"),
+    "nothing is said": (lambda spec: spec.pop("podFailurePolicy"), "told to stop, the reaction is Count"),
+    "as for a fixed number": (lambda spec: spec.update(_all_together()), "told to stop, the reaction is RestartJobSet"),
     "a drain alone": (
-        lambda spec: spec["podFailurePolicy"].update(rules=[IN_PEACE]), "told to stop counts against backoffLimit"),
+        lambda spec: spec["podFailurePolicy"].update(rules=[IN_PEACE]), "told to stop, the reaction is Count"),
     "the code alone": (
-        lambda spec: spec["podFailurePolicy"]["rules"].pop(0), "lost with its node counts against backoffLimit"),
-    "no pod may fail": (lambda spec: spec.update(backoffLimit=0), "the first pod that fails ends the Job"),
-    "every pod must succeed": (lambda spec: spec.pop("successPolicy"), "each of its pods has succeeded"),
+        lambda spec: spec["podFailurePolicy"]["rules"].pop(0), "lost with its node, the reaction is Count"),
+    "no pod may fail": (lambda spec: spec.update(backoffLimit=0), "crashes, the reaction is RestartJobSet"),
+    "every pod must succeed": (lambda spec: spec.pop("successPolicy"), "successPolicy is None"),
 }  # fmt: skip
 
 
@@ -66,24 +64,15 @@ def test_policies_that_end_the_job_are_findings(case: str) -> None:
     spoil, told = BY_HAND[case]
     found = documents(elastic())
     spoil(found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"])
-    (finding,) = [each for each in check_manifests(manifests_of(found)) if each.rule == "nodes-that-go"]
-    assert "launch.nodes is 2:4" in finding.message and re.search(told, finding.message)
+    messages = [each.message for each in check_manifests(manifests_of(found)) if each.rule == "failure-rules"]
+    assert any(told in each for each in messages), messages
 
 
 def test_a_pod_group_would_wait_for_all_nodes() -> None:
     found = documents(elastic())
     found["training-runtime.yaml"]["spec"]["podGroupPolicy"] = {"volcano": {}}
-    (finding,) = [each for each in check_manifests(manifests_of(found)) if each.rule == "nodes-that-go"]
-    assert finding.message == "launch.nodes is 2:4, and podGroupPolicy waits for all 4 nodes"
-
-
-def test_how_many_nodes_is_read_in_the_command_first() -> None:
-    found = documents(elastic())
-    found["training-runtime.yaml"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"].pop(
-        "podFailurePolicy"
-    )
-    found["train-job.yaml"]["spec"]["trainer"]["command"].append("launch.nodes=4")
-    assert "nodes-that-go" not in {each.rule for each in check_manifests(manifests_of(found))}
+    (finding,) = [each for each in check_manifests(manifests_of(found)) if each.rule == "failure-rules"]
+    assert finding.message == "cluster.nodes is 2:4, and podGroupPolicy waits for all 4 nodes"
 
 
 def test_jobs_of_others_keep_their_number_of_nodes() -> None:

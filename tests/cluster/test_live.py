@@ -21,12 +21,12 @@ import pytest
 import yaml
 
 from aliquot.cluster import live_cluster
+from aliquot.cluster.capacity import check_quota
 from aliquot.cluster.job_status import job_pods, why_waiting
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster, check_versions
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import documents, parsed
-from aliquot.cluster.rules_scheduling import quota_findings
 from aliquot.core.errors import ClusterError
 from tests.cluster.apiserver import NEEDS_SERVER, kubectl
 from tests.cluster.cases import cpu_job
@@ -173,8 +173,11 @@ def test_quota() -> None:
     hard = {"requests.cpu": "100", "limits.memory": "4Ti"}
     quota = {"metadata": {"name": "team"}, "status": {"hard": hard, "used": {"requests.cpu": "8"}}}
     (found,) = live_cluster._quotas(answers(resourcequotas=[quota]), parsed(cpu_job()))
-    assert found.message == "4 x 31 of requests.cpu; ResourceQuota team has 100, 8 in use"
-    assert list(quota_findings(view, "team", {"requests.cpu": "124"}, {})) == []
+    assert (
+        found.message
+        == "4 nodes need 132 requests.cpu, and requests.cpu is 100 in ResourceQuota team, with what is in use"
+    )
+    assert list(check_quota(view, "team", {"requests.cpu": "124"}, {})) == []
 
 
 def deployment(image: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from aliquot.cluster.check import check_manifests
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.job_view import job_views, pod_spec
+from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import parse_manifests, to_yaml
 from aliquot.cluster.pod import ANCESTOR, CONFIG_FILE, shipped_config
 from aliquot.cluster.render import documents, parsed, render
@@ -54,7 +54,7 @@ def training_pods(job: Job) -> list[dict[str, Any]]:
     (view,) = job_views(parsed(job))
     runtime = documents(job, runtime=True)["cluster-training-runtime.yaml"]
     return [
-        pod_spec(view),
+        view.pod,
         runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"],
     ]
 
@@ -83,15 +83,15 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
 
 LAPSES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "hostNetwork": lambda pod: pod.update(hostNetwork=True),
-    "volume x is hostPath": lambda pod: pod["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
-    "sysctl kernel.msgmax": lambda pod: pod["securityContext"].update(sysctls=[{"name": "kernel.msgmax"}]),
+    "volumes[3] is": lambda pod: pod["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+    "sysctl 'kernel.msgmax'": lambda pod: pod["securityContext"].update(sysctls=[{"name": "kernel.msgmax"}]),
     "container node: runAsNonRoot": lambda pod: pod["securityContext"].pop("runAsNonRoot"),
     "container node: runAsUser is 0": lambda pod: container(pod).update(runAsUser=0),
     "container node: allowPrivilegeEscalation": lambda pod: container(pod).pop("allowPrivilegeEscalation"),
     "container node: privileged": lambda pod: container(pod).update(privileged=True),
     "container node: seccompProfile": lambda pod: container(pod).update(seccompProfile={"type": "Unconfined"}),
     "container node: capabilities do not drop": lambda pod: container(pod).update(capabilities={"drop": ["CHOWN"]}),
-    "container node: capabilities add IPC_LOCK": lambda pod: container(pod)["capabilities"].update(add=["IPC_LOCK"]),
+    "container node: capabilities add 'IPC_LOCK'": lambda pod: container(pod)["capabilities"].update(add=["IPC_LOCK"]),
     "container node: procMount": lambda pod: container(pod).update(procMount="Unmasked"),
     "container node: a hostPort": lambda pod: pod["containers"][0].update(ports=[{"hostPort": 80}]),
     "container node: a probe": lambda pod: pod["containers"][0].update(livenessProbe={"httpGet": {"host": "x"}}),

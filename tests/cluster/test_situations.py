@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import yaml
 
 from aliquot.cluster.check import check_manifests
-from aliquot.cluster.job import Job
+from aliquot.cluster.job import Job, describe
 from aliquot.cluster.render import documents
-from tests.cluster.cases import cpu_job, dynamic_storage, gpu_job
+from tests.cluster.cases import GIB, cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
 from tests.cluster.edits import (
     TYPE,
     Documents,
@@ -32,16 +32,48 @@ from tests.cluster.edits import (
 ZONE = "topology.kubernetes.io/zone"
 
 
-def dynamic_job() -> Job:
-    return cpu_job(storage=dynamic_storage())
+def eight_gpus() -> Job:
+    foreseen = plan(engine="fsdp", device="cuda", ranks_per_node=8, threads_per_rank=12, instance="p5.48xlarge",
+                    limit_bytes_per_node=600 * GIB, shm_bytes_per_node=8 * GIB)  # fmt: skip
+    return describe(config(cluster_section(instance_types=["p5.48xlarge"]), launch={"device": "cuda"}), foreseen)
 
 
-def training_job() -> Job:
-    return cpu_job(namespace="training")
+def add_cluster_queue(found: Documents, queue: str = "all", cohort: str | None = None, **quotas: object) -> None:
+    """Add Kueue's objects; a quota of `quotas` takes the place of one that is large enough, and None leaves it out."""
+    add_queue(found, "gpus")
+    found["LocalQueue.yaml"]["spec"]["clusterQueue"] = queue
+    amounts = {"cpu": 10000, "memory": "100Ti", "nvidia.com/gpu": 100, "vpc.amazonaws.com/efa": 1000} | {
+        name.replace("GPU", "nvidia.com/gpu").replace("EFA", "vpc.amazonaws.com/efa"): amount
+        for name, amount in quotas.items()
+    }
+    resources = [{"name": name, "nominalQuota": amount} for name, amount in amounts.items() if amount is not None]
+    group = {
+        "coveredResources": [each["name"] for each in resources],
+        "flavors": [{"name": "nodes", "resources": resources}],
+    }
+    add(found, "kueue.x-k8s.io/v1beta2", "ClusterQueue", "all", None, spec={
+        "namespaceSelector": {}, "resourceGroups": [group], **({"cohortName": cohort} if cohort else {})})  # fmt: skip
 
 
-def old_job() -> Job:
-    return cpu_job(trainer="2.1")
+def node_config(found: Documents, **settings: Any) -> None:
+    values = yaml.safe_load(node_class(found)["userData"])
+    values["spec"]["kubelet"]["config"].update(settings)
+    node_class(found)["userData"] = yaml.safe_dump(values)
+
+
+def egress(found: Documents, *rules: Any) -> None:
+    add(found, "networking.k8s.io/v1", "NetworkPolicy", "trainer", spec={
+        "podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "llama3-8b"}},
+        "policyTypes": ["Egress"], "egress": list(rules)})  # fmt: skip
+
+
+def volume_zone(found: Documents, zone: str) -> None:
+    found["persistent-volume.yaml"]["spec"]["nodeAffinity"] = {
+        "required": {"nodeSelectorTerms": [{"matchExpressions": [{"key": ZONE, "operator": "In", "values": [zone]}]}]}
+    }
+
+
+dynamic_job = partial(cpu_job, storage=dynamic_storage())
 
 
 def add(found: Documents, api: str, kind: str, name: str, namespace: str | None = "default", **fields: Any) -> None:
@@ -96,7 +128,7 @@ def disk(found: Documents) -> dict[str, Any]:
     return node_class(found)["blockDeviceMappings"][0]
 
 
-# What a person did, of which job, and the rule that says so. None: nothing says so, as docs/guides/eks-jobs.md admits.
+# What a person did, of which job, and the rule that says so. None: there is no finding.
 SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents], Any]]] = {
     # nodes
     "a NodePool of the beta API": ("unknown-kind", cpu_job, lambda d: d["node-pool.yaml"].update(
@@ -165,7 +197,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         mount(d, "config"))),
     "a key that does not exist": ("config-file", cpu_job, lambda d: change_config(d, "train", max_step=10)),
     "a config for GPUs on CPU nodes": ("processes", cpu_job, lambda d: change_config(d, "launch", device="cuda")),
-    "a config for CPUs on GPU nodes": ("gpu-unused", gpu_job, lambda d: change_config(d, "launch", device="cpu")),
+    "a config for CPUs on GPU nodes": ("processes", gpu_job, lambda d: change_config(d, "launch", device="cpu")),
     "data on a laptop": ("not-shared", cpu_job, lambda d: change_config(
         d, "data", dataset=None, dataset_config=None, path="/home/me/chats.jsonl")),
     "results beside the file system": ("not-shared", cpu_job, lambda d: mount(d, "shared").update(mountPath="/data")),
@@ -179,7 +211,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a runtime with another container": ("container-name", cpu_job, lambda d: runtime_pod(d)["containers"][0].update(
         name="trainer")),
     "nodes as replicas": ("container-name", cpu_job, lambda d: replicated(d).update(replicas=4)),
-    "an override of another job": ("container-name", old_job, lambda d: d["train-job.yaml"]["spec"][
+    "an override of another job": ("container-name", partial(cpu_job, trainer="2.1"),
+        lambda d: d["train-job.yaml"]["spec"][
         "podTemplateOverrides"][0]["targetJobs"][0].update(name="worker")),
     "an image that moves": ("image-tag", cpu_job, lambda d: trainer(d).update(image="registry:5000/aliquot")),
     "an hour for a run of days": ("deadline", cpu_job, lambda d: replicated(d)["template"]["spec"].update(
@@ -194,7 +227,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a priority class of another name": ("reference", cpu_job, lambda d: (
         runtime_pod(d).update(priorityClassName="high"),
         add(d, "scheduling.k8s.io/v1", "PriorityClass", "higher", None, value=1000))),
-    "a namespace of another name": ("reference", training_job, lambda d: add(d, "v1", "Namespace", "train", None)),
+    "a namespace of another name": ("reference", partial(cpu_job, namespace="training"),
+        lambda d: add(d, "v1", "Namespace", "train", None)),
     "a quota for two nodes": ("quota", cpu_job, lambda d: add(
         d, "v1", "ResourceQuota", "team", spec={"hard": {"requests.cpu": "64"}})),
     "a limit for small pods": ("quota", cpu_job, lambda d: add(
@@ -203,6 +237,91 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a policy that opens DNS alone": ("network-policy", cpu_job, lambda d: add(
         d, "networking.k8s.io/v1", "NetworkPolicy", "dns", spec={
             "podSelector": {}, "policyTypes": ["Egress"], "egress": [{"ports": [{"port": 53, "protocol": "UDP"}]}]})),
+    # edits of what was rendered: signals and exit codes
+    "a shell with a pipe": ("signals", cpu_job, lambda d: trainer(d).update(
+        command=["sh", "-c", "aliquot train /etc/aliquot/config.yaml | tee /fsx/log"])),
+    "a shell that goes on": ("signals", cpu_job, lambda d: trainer(d).update(
+        command=["/bin/bash", "-lc", "aliquot train /etc/aliquot/config.yaml; echo done"])),
+    "a hook longer than the grace period": ("grace", cpu_job,
+        lambda d: runtime_pod(d)["containers"][0].update(lifecycle={"preStop": {"sleep": {"seconds": 60}}})),
+    "a hook that sleeps in a shell": ("grace", cpu_job,
+        lambda d: runtime_pod(d)["containers"][0].update(
+            lifecycle={"preStop": {"exec": {"command": ["sh", "-c", "sleep 90"]}}})),
+    "failure rules in swapped order": ("failure-rules", cpu_job,
+        lambda d: job_set(d)["failurePolicy"]["rules"].reverse()),
+    "bad input that restarts": ("failure-rules", cpu_job, lambda d: job_set(d)["failurePolicy"]["rules"].pop()),
+    "a pod policy without exit codes": ("failure-rules", cpu_job, lambda d: replicated(d)["template"]["spec"].pop(
+        "podFailurePolicy")),
+    "a job set that is deleted": ("ended-job", cpu_job, lambda d: job_set(d).update(ttlSecondsAfterFinished=600)),
+    "a job that is deleted": ("ended-job", cpu_job, lambda d: replicated(d)["template"]["spec"].update(
+        ttlSecondsAfterFinished=0)),
+    # the pod fits the node
+    "a kubelet that reserves memory": ("request-too-large", cpu_job, lambda d: node_class(d).update(
+        kubelet={"systemReserved": {"memory": "40Gi"}})),
+    "a kubelet that reserves CPUs": ("request-too-large", cpu_job, lambda d: node_class(d).update(
+        kubelet={"kubeReserved": {"cpu": "2"}})),
+    "a kubelet that evicts early": ("request-too-large", cpu_job, lambda d: node_class(d).update(
+        kubelet={"evictionHard": {"memory.available": "25%"}})),
+    "a kubelet that keeps memory free": ("request-too-large", cpu_job, lambda d: node_class(d).update(
+        kubelet={"evictionHard": {"memory.available": "32Gi"}})),
+    "three pods a node": ("request-too-large", cpu_job, lambda d: node_class(d).update(kubelet={"maxPods": 3})),
+    "one pod for eight CPUs": ("request-too-large", cpu_job, lambda d: node_config(d, maxPods=2)),
+    "a pod within one NUMA node": ("request-too-large", eight_gpus, lambda d: node_config(
+        d, topologyManagerPolicy="single-numa-node")),
+    "a public address beside 32 EFAs": ("request-too-large", eight_gpus, lambda d: node_class(d).update(
+        associatePublicIPAddress=True)),
+    "interfaces without EFA": ("efa", gpu_job, lambda d: node_class(d).update(networkInterfaces=[
+        {"networkCardIndex": 0, "deviceIndex": 0, "interfaceType": "interface"}])),
+    "memory below the plan": ("memory-limit", cpu_job, lambda d: both(d, "memory", "64Gi")),
+    "a small /dev/shm": ("shm", eight_gpus, lambda d: pod(d)["volumes"][-1]["emptyDir"].update(sizeLimit="32Mi")),
+    "less /dev/shm than planned": ("shm", eight_gpus,
+        lambda d: pod(d)["volumes"][-1]["emptyDir"].update(sizeLimit="4Gi")),
+    # all pods are admitted, or none
+    "a queue without GPUs": ("queue", gpu_job, lambda d: add_cluster_queue(d, GPU=None)),
+    "a queue without EFA": ("queue", gpu_job, lambda d: add_cluster_queue(d, EFA=None)),
+    "a queue without disks": ("queue", disk_job, add_cluster_queue),
+    "half the quota": ("queue", cpu_job, lambda d: add_cluster_queue(d, cpu=62)),
+    "a queue for two GPUs": ("queue", gpu_job, lambda d: add_cluster_queue(d, GPU=2)),
+    "a queue of a queue that is not there": ("reference", cpu_job, lambda d: add_cluster_queue(d, "training")),
+    "a queue for no namespace": ("queue", cpu_job, lambda d: (
+        add_cluster_queue(d), d["ClusterQueue.yaml"]["spec"].pop("namespaceSelector"))),
+    "a queue that holds": ("queue", cpu_job, lambda d: (
+        add_cluster_queue(d), d["ClusterQueue.yaml"]["spec"].update(stopPolicy="Hold"))),
+    "a quota of three pods": ("quota", cpu_job,
+        lambda d: add(d, "v1", "ResourceQuota", "team", spec={"hard": {"pods": 3}})),
+    "a quota of two GPUs": ("quota", gpu_job,
+        lambda d: add(d, "v1", "ResourceQuota", "team", spec={"hard": {"requests.nvidia.com/gpu": 2}})),
+    # names resolve
+    "an egress policy without DNS": ("name-resolution", cpu_job, lambda d: egress(d, {"to": [{"podSelector": {}}]})),
+    "no host names": ("name-resolution", cpu_job, lambda d: job_set(d).update(network={"enableDNSHostnames": False})),
+    "a subdomain of another name": ("name-resolution", cpu_job, lambda d: job_set(d).update(
+        network={"subdomain": "workers"})),
+    "a subdomain of the pods": ("name-resolution", cpu_job, lambda d: runtime_pod(d).update(subdomain="workers")),
+    "the names of the node": ("name-resolution", cpu_job, lambda d: runtime_pod(d).update(dnsPolicy="Default")),
+    "a key of a Secret that is not there": ("reference", cpu_job, lambda d: add(
+        d, "v1", "Secret", "hf-token", stringData={"HF_TOKEN": "x"})),
+    # data can be written
+    "a volume that is read-only": ("storage-access", cpu_job, lambda d: d["persistent-volume.yaml"]["spec"][
+        "csi"].update(readOnly=True)),
+    "a mount that is read-only": ("storage-access", cpu_job, lambda d: d["persistent-volume.yaml"]["spec"][
+        "mountOptions"].append("ro")),
+    "a volume of another zone": ("region", cpu_job, lambda d: volume_zone(d, "us-east-1b")),
+    "SCRATCH_2 with a throughput": ("storage-parameters", dynamic_job, lambda d: parameters(
+        d, deploymentType="SCRATCH_2")),
+    "PERSISTENT_2 with S3": ("storage-parameters", dynamic_job,
+        lambda d: parameters(d, s3ImportPath="s3://chats/data")),
+    "PERSISTENT_1 of 500": ("storage-parameters", dynamic_job, lambda d: parameters(
+        d, deploymentType="PERSISTENT_1", perUnitStorageThroughput="500")),
+    "PERSISTENT_2 without a throughput": ("storage-parameters", dynamic_job, lambda d: d["storage-class.yaml"][
+        "parameters"].pop("perUnitStorageThroughput")),
+    # the fabric, and the environment
+    "an interface of the node": ("fabric", gpu_job, lambda d: set_variable(d, "NCCL_SOCKET_IFNAME", "ens5")),
+    "an interface for gloo": ("fabric", cpu_job, lambda d: set_variable(d, "GLOO_SOCKET_IFNAME", "eno1,ens5")),
+    "one GPU of eight": ("gpu-unused", eight_gpus, lambda d: set_variable(d, "CUDA_VISIBLE_DEVICES", "0")),
+    "GPUs that do not see each other": ("fabric", eight_gpus, lambda d: set_variable(d, "NCCL_P2P_DISABLE", "1")),
+    "a hub that is offline": ("reference", cpu_job, lambda d: set_variable(d, "HF_HUB_OFFLINE", "1")),
+    "another engine than planned": ("processes", cpu_job, lambda d: change_config(d, "shard", engine="fsdp")),
+    "other ranks than planned": ("processes", cpu_job, lambda d: change_config(d, "launch", ranks=4)),
     # not caught
     "a startup taint that nobody removes": (None, cpu_job, lambda d: pool(d)["template"]["spec"].update(
         startupTaints=[{"key": "team", "effect": "NoSchedule"}])),
@@ -211,6 +330,51 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a probe shorter than a step": (None, cpu_job, lambda d: runtime_pod(d)["containers"][0].update(
         livenessProbe={"exec": {"command": ["true"]}, "periodSeconds": 1})),
     "more IOPS than EBS has": (None, cpu_job, lambda d: disk(d)["ebs"].update(iops=10**6)),
+    # harmless
+    "labels and annotations": (None, cpu_job, lambda d: d["train-job.yaml"]["metadata"].update(
+        labels={"team": "nlp"}, annotations={"note": "x"})),
+    "one more toleration": (None, cpu_job,
+        lambda d: pod(d)["tolerations"].append({"key": "team", "operator": "Exists"})),
+    "a longer grace period": (None, cpu_job, lambda d: pod(d).update(terminationGracePeriodSeconds=900)),
+    "a hook within the grace period": (None, cpu_job, lambda d: (
+        pod(d).update(terminationGracePeriodSeconds=180), runtime_pod(d)["containers"][0].update(
+            lifecycle={"preStop": {"sleep": {"seconds": 30}}}))),
+    "another tag": (None, cpu_job, lambda d: trainer(d).update(
+        image="123456789012.dkr.ecr.us-east-1.amazonaws.com/aliquot:0.1.1")),
+    "less memory, above the plan": (None, cpu_job, lambda d: both(d, "memory", "200Gi")),
+    "a shell that becomes aliquot": (None, cpu_job, lambda d: trainer(d).update(
+        command=["sh", "-c", "ulimit -c 0; exec aliquot train /etc/aliquot/config.yaml"])),
+    "an override": (None, cpu_job, lambda d: trainer(d)["command"].append("train.learning_rate=1e-5")),
+    "host names": (None, cpu_job, lambda d: job_set(d).update(network={"enableDNSHostnames": True})),
+    "a queue that is large enough": (None, gpu_job, add_cluster_queue),
+    "a queue that borrows": (None, gpu_job, lambda d: add_cluster_queue(d, cohort="all", GPU=2)),
+    "a quota of four pods": (None, cpu_job,
+        lambda d: add(d, "v1", "ResourceQuota", "team", spec={"hard": {"pods": 4}})),
+    "a kubelet that collects images": (None, cpu_job, lambda d: node_class(d).update(
+        kubelet={"imageGCHighThresholdPercent": 80})),
+    "an egress policy with DNS": (None, cpu_job, lambda d: egress(d, {"to": [{"podSelector": {}}]}, {
+        "to": [{"namespaceSelector": {}}], "ports": [{"port": 53, "protocol": "UDP"}]})),
+    "a zone of the volume": (None, cpu_job, lambda d: volume_zone(d, "us-east-1a")),
+    "any interface but one": (None, gpu_job, lambda d: set_variable(d, "NCCL_SOCKET_IFNAME", "^docker0,lo")),
+    "all GPUs by number": (None, eight_gpus, lambda d: set_variable(d, "CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")),
+    "more restarts": (None, cpu_job, lambda d: job_set(d)["failurePolicy"].update(maxRestarts=50)),
+    "a larger root volume": (None, cpu_job, lambda d: disk(d)["ebs"].update(volumeSize="200Gi")),
+    "a larger /dev/shm": (None, eight_gpus, lambda d: pod(d)["volumes"][-1]["emptyDir"].update(sizeLimit="64Gi")),
+    "a volume that is on the cluster": (None, cpu_job, lambda d: (
+        d.pop("persistent-volume.yaml"), d.pop("persistent-volume-claim.yaml"))),
+    "a ConfigMap that is applied wherever kubectl is": (None, cpu_job,
+        lambda d: d["config-map.yaml"]["metadata"].pop("namespace")),
+    "a ConfigMap that is on the cluster": (None, cpu_job, lambda d: trainer(d)["env"].append(
+        {"name": "X", "valueFrom": {"configMapKeyRef": {"name": "others", "key": "x"}}})),
+    "nodes that wait longer than their pods": (None, cpu_job,
+        lambda d: pool(d)["template"]["spec"].update(terminationGracePeriod="2h")),
+    "a claim that no pod mounts": (None, cpu_job, lambda d: d.update(x={
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "database", "namespace": "default"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "5Gi"}}}})),
+    "Karpenter's label of the pool": (None, cpu_job, lambda d: pod(d)["nodeSelector"].update(
+        {"karpenter.sh/nodepool": d["node-pool.yaml"]["metadata"]["name"]})),
+    "a word like a secret": (None, cpu_job,
+        lambda d: trainer(d)["env"].append({"name": "TOKENIZERS_PARALLELISM", "value": "false"})),
 }  # fmt: skip
 
 

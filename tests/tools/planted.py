@@ -58,9 +58,9 @@ FAULTS = (
         ("tests/catalogue",),
     ),
     Fault(
-        "consolidation-default", "cluster/rules_nodes.py",
+        "consolidation-default", "cluster/node_fields.py",
         "a NodePool without a consolidation policy is taken for one that leaves running jobs alone",
-        'or "WhenEmptyOrUnderutilized"', 'or "WhenEmpty"',
+        'absent="WhenEmptyOrUnderutilized"', 'absent="WhenEmpty"',
         ("tests/cluster/test_check.py",),
     ),
     Fault(

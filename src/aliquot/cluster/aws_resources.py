@@ -11,7 +11,7 @@ from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.quantity import GIB
-from aliquot.cluster.rules_volumes import TOO_OLD_LUSTRE
+from aliquot.cluster.storage_fields import TOO_OLD_LUSTRE
 from aliquot.config.cluster_section import ClusterSection
 
 # Quotas of running vCPUs by the letter of a family, (on demand, spot). Source: EC2's user guide, "Service quotas".

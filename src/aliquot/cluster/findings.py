@@ -84,6 +84,13 @@ RULES: dict[str, Rule] = {
     ),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
+    "signals": Rule("error", "a pod that does not get SIGTERM saves nothing, and exit codes decide about a restart"),
+    "name-resolution": Rule("error", "all ranks look rank 0 up by its name: without the name they never meet"),
+    "failure-rules": Rule(
+        "error", "exit codes lose their meaning: bad input restarts for ever, or a stop fails the job"
+    ),
+    "ended-job": Rule("error", "an ended job is deleted, and its controller may start it again"),
+    "fabric": Rule("error", "the ranks do not reach each other, or not over the network that the plan counts on"),
     "drift": Rule("warning", "Karpenter replaces nodes under running ranks once their NodePool or image has changed"),
     "do-not-disrupt": Rule("warning", "Karpenter does not evict such pods: at a spot notice they are not told to save"),
     "restart-policy": Rule(
@@ -91,7 +98,6 @@ RULES: dict[str, Rule] = {
     ),
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
     "gang-scheduling": Rule("error", "a PodGroup has no effect on pods of the default scheduler"),
-    "nodes-that-go": Rule("error", "the run goes on without a lost node, but Kubernetes ends or restarts its job"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
     "architecture": Rule("error", "a container runs only on the architecture that its image was built for"),
     "pod-security": Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aliquot.catalogue.instances import InstanceType, instance
 from aliquot.cluster.manifests import Document
@@ -105,8 +105,12 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     efa_interfaces = types[0].efa_interfaces if uses_nccl and section.may_use_efa else 0
     cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
     memory = min(section.pod_memory_bytes(item.schedulable_bytes(efa_interfaces > 0)) for item in types)
-    plans = [plan] if least is None else [plan, least]
-    shm = -(-max(item.shm_bytes_per_node for item in plans) // MIB) * MIB
+    plans = [plan]
+    if least is not None:
+        plans.append(least)
+        shm, scratch = (max(getattr(item, f"{name}_bytes_per_node") for item in plans) for name in ("shm", "scratch"))
+        plan = replace(plan, shm_bytes_per_node=shm, scratch_bytes_per_node=scratch)
+    shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")
     for item in plans:
@@ -122,8 +126,8 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         shm_bytes=shm,
         gpus=gpus,
         efa_interfaces=efa_interfaces,
-        scratch_bytes=max(_scratch(section, types, item) for item in plans),
-        local_disks=any(item.scratch_bytes_per_node for item in plans) and all(item.local_nvme_bytes for item in types),
+        scratch_bytes=_scratch(section, types, plan),
+        local_disks=plan.scratch_bytes_per_node > 0 and all(item.local_nvme_bytes for item in types),
         grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
     )
 

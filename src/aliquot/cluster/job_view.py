@@ -1,50 +1,38 @@
-"""View a TrainJob as its controller runs it: with the fields of the TrainJob merged over the fields of its runtime."""
+"""View a TrainJob as its controllers run it: the pods that come of the TrainJob and its runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from fractions import Fraction
+from functools import cached_property, reduce
 from typing import Any
 
-import yaml
-
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
-from aliquot.cluster.quantity import parse_bytes, parse_millicores
-from aliquot.core.decode import BoundedTextLoader, TooDeepError
+from aliquot.cluster.manifests import ManifestObject, compact, dig, listed, mapping, mappings, select_kinds
+from aliquot.cluster.pod import ANCESTOR
+from aliquot.cluster.quantity import parse
 
 NODE = "node"
 _QUEUE = "kueue.x-k8s.io/queue-name"
-DEFAULT_GRACE_S = 30  # the default of Kubernetes
+_JOB_SET = "jobset.sigs.k8s.io/jobset-name"
+_POD = ("template", "spec", "template")
+_PATCHED_JOBS = ("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
+_DEFAULT_GRACE_S = 30  # the default of Kubernetes
+_MERGE_KEYS = ("mountPath", "name")  # of lists whose items a strategic merge patch of Kubernetes merges
 
 
 @dataclass(frozen=True)
 class JobView:
-    """The fields of a job's pods that rules check.
-
-    If the runtime of the job is not among the manifests, fields that the runtime would set are None or empty.
-    """
+    """What rules check of a job. If its runtime is not among the manifests, `pod` has the TrainJob's fields only."""
 
     manifest: ManifestObject
     runtime: ManifestObject | None
     other_runtimes: list[str]  # kind/name of the runtimes among the manifests, if none of them is the job's
     nodes: int
     processes: object  # numProcPerNode: an integer, or a word such as `auto`
-    image: str
-    env: list[dict[str, Any]]
-    pod_specs: list[dict[str, Any]]  # the runtime's pod spec, and the TrainJob's, which the controller merges over it
-    node_selector: dict[str, str]
-    tolerations: list[dict[str, Any]]
-    volumes: list[dict[str, Any]]
-    mounts: list[dict[str, Any]]
-    annotations: dict[str, str]
-    affinity: dict[str, Any]
-    grace_s: int
-    requests: dict[str, Any]  # resource requests of the container `node`
-    limits: dict[str, Any]  # resource limits of the container `node`
-    sidecars: list[dict[str, Any]]  # resources of the containers that run at the same time as the container `node`
-    init_containers: list[dict[str, Any]]  # resources of the init containers, which run before, one after another
+    pod: dict[str, Any]  # the pod spec: the runtime's, with the fields of the TrainJob merged over it
+    labels: dict[str, Any]
+    annotations: dict[str, Any]
 
     @property
     def queue(self) -> object:
@@ -52,37 +40,75 @@ class JobView:
         return self.manifest.get("metadata", "labels", _QUEUE)
 
     @property
+    def node(self) -> dict[str, Any]:
+        """The container of the trainer."""
+        return next((item for item in mappings(self.pod, "containers") if item.get("name") == NODE), {})
+
+    @property
+    def image(self) -> str:
+        return str(self.node.get("image") or "")
+
+    @property
     def command(self) -> list[str]:
         """The words of the trainer's command and arguments."""
-        trainer = mapping(self.manifest.get("spec", "trainer"))
-        return [str(word) for key in ("command", "args") for word in listed(trainer.get(key))]
+        return [str(word) for key in ("command", "args") for word in listed(self.node.get(key))]
 
     @property
-    def cpu_millicores(self) -> int | None:
-        return parse_millicores(self.requests.get("cpu", self.limits.get("cpu")))
+    def env(self) -> list[dict[str, Any]]:
+        return mappings(self.node, "env")
 
     @property
-    def memory_limit_bytes(self) -> int | None:
-        return parse_bytes(self.limits.get("memory"))
+    def variables(self) -> dict[str, str]:
+        """The environment variables that have their value in the manifest."""
+        return {str(item.get("name")): str(item["value"]) for item in self.env if "value" in item}
 
-    def pod_total(self, resource: str, read: Callable[[object], int | None]) -> int:
-        """Return the amount of a resource that the scheduler reserves for the pod.
+    @property
+    def requests(self) -> dict[str, Any]:
+        return mapping(dig(self.node, "resources", "requests"))
 
-        This is the sum over concurrent containers, or the amount of the largest init container if that is more.
-        """
-        node_resources = {"requests": self.requests, "limits": self.limits}
-        together = sum(_requested(resources, resource, read) for resources in [node_resources, *self.sidecars])
-        return max(together, *(_requested(resources, resource, read) for resources in self.init_containers), 0)
+    @property
+    def limits(self) -> dict[str, Any]:
+        return mapping(dig(self.node, "resources", "limits"))
 
-    def count(self, resource: str) -> int:
-        return parse_bytes(self.limits.get(resource, self.requests.get(resource, 0))) or 0
+    @property
+    def grace_s(self) -> int:
+        """The seconds between SIGTERM and SIGKILL."""
+        seconds = self.pod.get("terminationGracePeriodSeconds")
+        return seconds if isinstance(seconds, int) else _DEFAULT_GRACE_S
 
     @property
     def shm(self) -> dict[str, Any] | None:
-        """Return the fields of the emptyDir volume mounted at /dev/shm, or None if no volume is mounted there."""
-        names = [mount.get("name") for mount in self.mounts if mount.get("mountPath") == "/dev/shm"]
-        shm_volumes = [volume for volume in self.volumes if volume.get("name") in names]
-        return mapping(shm_volumes[0].get("emptyDir")) if shm_volumes else None
+        """The emptyDir volume at /dev/shm, or None if no volume is mounted there."""
+        mount = self.mount("/dev/shm")
+        return None if mount is None or mount[0].get("mountPath") != "/dev/shm" else mapping(mount[1].get("emptyDir"))
+
+    @property
+    def volumes(self) -> dict[str, dict[str, Any]]:
+        """The pod's volumes by name."""
+        return {str(volume.get("name")): volume for volume in mappings(self.pod, "volumes")}
+
+    @cached_property
+    def requested(self) -> dict[str, Fraction]:
+        """What the scheduler reserves for a pod: all concurrent containers, or an init container that needs more."""
+        init = mappings(self.pod, "initContainers")
+        sidecars = [item for item in init if item.get("restartPolicy") == "Always"]
+        total: dict[str, Fraction] = {}
+        for container in [*mappings(self.pod, "containers"), *sidecars]:
+            for name, amount in _requests(container).items():
+                total[name] = total.get(name, Fraction(0)) + amount
+        for container in (item for item in init if item not in sidecars):
+            total |= {name: max(amount, total.get(name, amount)) for name, amount in _requests(container).items()}
+        return total
+
+    def count(self, resource: str) -> int:
+        return int(self.requested.get(resource, 0))
+
+    def mount(self, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return the volumeMount that holds `path` in the trainer's container, and its volume; None without a mount."""
+        parents = {"/" if end == 0 else path[:end] for end, letter in enumerate(path) if letter == "/"} | {path}
+        mounts = [item for item in mappings(self.node, "volumeMounts") if str(item.get("mountPath")) in parents]
+        mount = max(mounts, key=lambda item: len(str(item["mountPath"])), default=None)
+        return None if mount is None else (mount, self.volumes.get(str(mount.get("name")), {}))
 
 
 def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
@@ -90,77 +116,44 @@ def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
     return [_view(job, runtimes) for job in select_kinds(manifests, "TrainJob")]
 
 
-def _pod_patches(job: ManifestObject) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return (pod metadata, pod spec) of every patch in a TrainJob.
+def _patches(job: ManifestObject) -> Iterator[tuple[object, dict[str, Any]]]:
+    """Yield (replicated job, pod template) of every patch in a TrainJob.
 
     Kubeflow Trainer 2.1 calls the patches podTemplateOverrides, later versions call them runtimePatches.
     """
-    templates: list[Any] = job.items("spec", "podTemplateOverrides")
-    for patch in job.items("spec", "runtimePatches"):
-        replicated = listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
-        templates += [dig(item, "template", "spec", "template") for item in replicated]
-    return [(mapping(dig(template, "metadata")), mapping(dig(template, "spec"))) for template in templates]
+    for patch in job.items("spec", "podTemplateOverrides"):
+        yield from ((mapping(target).get("name"), patch) for target in listed(patch.get("targetJobs")))
+    for item in job.items("spec", "runtimePatches"):
+        for replicated in map(mapping, listed(dig(item, *_PATCHED_JOBS))):
+            yield replicated.get("name"), mapping(dig(replicated, *_POD))
 
 
 def patched_jobs(job: ManifestObject) -> list[object]:
     """Return the names of the replicated jobs that the patches of a TrainJob are for."""
-    targets = [item for patch in job.items("spec", "podTemplateOverrides") for item in listed(patch.get("targetJobs"))]
-    for patch in job.items("spec", "runtimePatches"):
-        targets += listed(dig(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
-    return [mapping(target).get("name") for target in targets]
+    return [name for name, _ in _patches(job)]
 
 
 def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     runtime_key = (kind, job.get("spec", "runtimeRef", "name"))
     runtime = next((item for item in runtimes if (item.kind, item.name) == runtime_key), None)
-    base = next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
-    base_spec = mapping(base.get("spec"))
-    base_container, init_containers = _node_container(base_spec), mappings(base_spec, "initContainers")
-    sidecars = [item for item in mappings(base_spec, "containers") if item != base_container]
-    sidecars += [item for item in init_containers if item.get("restartPolicy") == "Always"]
-    patches = _pod_patches(job)
-    specs = [base_spec, *(spec for _, spec in patches)]
-    metadata = [mapping(base.get("metadata")), *(item for item, _ in patches)]
     trainer = mapping(job.get("spec", "trainer"))
-    resources = [mapping(base_container.get("resources")), mapping(trainer.get("resourcesPerNode"))]
-    grace = [spec["terminationGracePeriodSeconds"] for spec in specs if "terminationGracePeriodSeconds" in spec]
-    nodes = trainer.get("numNodes", runtime and runtime.get("spec", "mlPolicy", "numNodes"))
+    fields = {key: trainer.get(key) for key in ("image", "command", "args", "env")}
+    container = compact(name=NODE, **fields, resources=trainer.get("resourcesPerNode"))
+    base = next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
+    template = reduce(_patched, [base, *(patch for _, patch in _patches(job)), {"spec": {"containers": [container]}}])
+    policy = mapping(runtime.get("spec", "mlPolicy")) if runtime is not None else {}
+    nodes = trainer.get("numNodes", policy.get("numNodes"))
     return JobView(
         manifest=job,
         runtime=runtime,
         other_runtimes=[f"{item.kind}/{item.name}" for item in runtimes] if runtime is None else [],
         nodes=nodes if isinstance(nodes, int) else 1,
-        processes=trainer.get("numProcPerNode", runtime and runtime.get("spec", "mlPolicy", "torch", "numProcPerNode")),
-        image=str(trainer.get("image") or base_container.get("image") or ""),
-        env=[*listed(base_container.get("env")), *listed(trainer.get("env"))],
-        pod_specs=specs,
-        node_selector=_merged([mapping(spec.get("nodeSelector")) for spec in specs]),
-        tolerations=[item for spec in specs for item in listed(spec.get("tolerations"))],
-        volumes=[item for spec in specs for item in listed(spec.get("volumes"))],
-        mounts=[item for spec in specs for item in listed(_node_container(spec).get("volumeMounts"))],
-        annotations=_merged([mapping(item.get("annotations")) for item in metadata]),
-        affinity=_merged([mapping(spec.get("affinity")) for spec in specs]),
-        grace_s=grace[-1] if grace and isinstance(grace[-1], int) else DEFAULT_GRACE_S,
-        requests=_merged([mapping(item.get("requests")) for item in resources]),
-        limits=_merged([mapping(item.get("limits")) for item in resources]),
-        sidecars=[mapping(item.get("resources")) for item in sidecars],
-        init_containers=[
-            mapping(item.get("resources")) for item in init_containers if item.get("restartPolicy") != "Always"
-        ],
+        processes=trainer.get("numProcPerNode", dig(policy, "torch", "numProcPerNode")),
+        pod=mapping(template.get("spec")),
+        labels=mapping(dig(template, "metadata", "labels")) | {_JOB_SET: job.name, ANCESTOR: "trainer"},
+        annotations=mapping(dig(template, "metadata", "annotations")),
     )
-
-
-def configs_of(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[object]:
-    """Parse the configs in the ConfigMaps that the pods mount.
-
-    Scalars are read as text, because YAML reads a range such as `2:4` as a number.
-    """
-    mounted = {mapping(volume.get("configMap")).get("name") for volume in job.volumes}
-    for config_map in select_kinds(manifests, "ConfigMap"):
-        for text in mapping(config_map.get("data")).values() if config_map.name in mounted else ():
-            with suppress(yaml.YAMLError, TooDeepError):
-                yield yaml.load(str(text), Loader=BoundedTextLoader)
 
 
 def job_specs(runtime: ManifestObject | None) -> list[tuple[object, dict[str, Any]]]:
@@ -169,36 +162,25 @@ def job_specs(runtime: ManifestObject | None) -> list[tuple[object, dict[str, An
     return [(job.get("name"), mapping(dig(job, "template", "spec"))) for job in jobs]
 
 
-def pod_spec(job: JobView) -> dict[str, Any]:
-    """Return the pod spec of the job: the runtime's pod spec with the patches of the TrainJob merged over it."""
-    return reduce(_patched, job.pod_specs)
-
-
 def _patched(base: Any, patch: Any) -> Any:
     """Merge `patch` into `base` like a strategic merge patch of Kubernetes.
 
-    Mappings are merged by key, and lists of items with names by name. Other values of `patch` replace those of `base`.
+    Mappings are merged by key, and lists of named items by name. Other values of `patch` replace those of `base`.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         return {**base, **{key: _patched(base.get(key), value) for key, value in patch.items()}}
     items = [*base, *patch] if isinstance(base, list) and isinstance(patch, list) else []
-    if items and all(isinstance(item, dict) and "name" in item for item in items):
-        named: dict[str, Any] = {}
-        for item in items:
-            named[str(item["name"])] = _patched(named.get(str(item["name"])), item)
-        return list(named.values())
+    for merge_key in _MERGE_KEYS:
+        if items and all(isinstance(item, dict) and merge_key in item for item in items):
+            merged: dict[str, Any] = {}
+            for item in items:
+                merged[str(item[merge_key])] = _patched(merged.get(str(item[merge_key])), item)
+            return list(merged.values())
     return patch
 
 
-def _node_container(spec: dict[str, Any]) -> dict[str, Any]:
-    return next((container for container in mappings(spec, "containers") if container.get("name") == NODE), {})
-
-
-def _requested(resources: dict[str, Any], name: str, read: Callable[[object], int | None]) -> int:
-    """Return the requested amount of a resource; a limit without a request counts as a request, as in Kubernetes."""
-    limit = mapping(resources.get("limits")).get(name, 0)
-    return read(mapping(resources.get("requests")).get(name, limit)) or 0
-
-
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+def _requests(container: dict[str, Any]) -> dict[str, Fraction]:
+    """Return the requests of a container; a limit without a request counts as a request, as in Kubernetes."""
+    resources = [mapping(dig(container, "resources", key)) for key in ("limits", "requests")]
+    amounts = {str(name): parse(value) for part in resources for name, value in part.items()}
+    return {name: amount for name, amount in amounts.items() if amount is not None}

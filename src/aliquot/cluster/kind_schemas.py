@@ -179,7 +179,8 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def expected_kind(schema: dict[str, Any]) -> str | None:
     """Return the type that a schema expects: object, array, or a key of `_SCALARS`; None if any type is allowed."""
-    if "KMGTP" in schema.get("pattern", ""):
+    pattern = schema.get("pattern", "")
+    if "KMGTP" in pattern and "%" not in pattern:  # a threshold may be a quantity or a percentage
         return "quantity"
     if schema.get("x-kubernetes-int-or-string"):
         return "int-or-string"

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aliquot.cluster.aws_account import ask_account
+from aliquot.cluster.capacity import check_quota
 from aliquot.cluster.findings import RuleFinding, finding
 from aliquot.cluster.job import Job
-from aliquot.cluster.job_view import job_views, pod_spec
+from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
-from aliquot.cluster.rules_scheduling import quota_findings
 from aliquot.core.errors import ClusterError, MissingToolError
 
 _TIMEOUT_S = 60
@@ -175,7 +175,7 @@ def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Ite
     """Check that the LocalQueue with its ClusterQueue, the PriorityClass and the service account of a job exist."""
     rendered = {(manifest.kind, manifest.name) for manifest in manifests}
     for view in job_views(manifests):
-        job, pod = view.manifest, pod_spec(view)
+        job, pod = view.manifest, view.pod
         names = (view.queue, pod.get("priorityClassName"), pod.get("serviceAccountName"))
         for name, (kind, rule, resource, fix) in zip(names, _NAMED_OBJECTS, strict=True):
             if name is None or (kind, name) in rendered:
@@ -193,7 +193,7 @@ def _quotas(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[R
     for view in job_views(manifests):
         for quota in kubectl.get("resourcequotas", "-n", view.manifest.namespace):
             name, status = dig(quota, "metadata", "name"), mapping(quota.get("status"))
-            yield from quota_findings(view, name, mapping(status.get("hard")), mapping(status.get("used")))
+            yield from check_quota(view, name, mapping(status.get("hard")), mapping(status.get("used")))
 
 
 def _dry_run(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

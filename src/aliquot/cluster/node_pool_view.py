@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from aliquot.catalogue.instances import InstanceType, instances, kubelet_memory_bytes
+from aliquot.catalogue.instances import InstanceType, instances
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
-from aliquot.cluster.quantity import GIB, parse_bytes, parse_millicores
+from aliquot.cluster.quantity import GIB, parse_bytes
 
 _NUMBER = re.compile(r"^[0-9]{1,18}$")
 LABEL_VALUE = re.compile(r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")
@@ -22,6 +22,7 @@ _LONGEST_LABEL = 63
 TYPE = "node.kubernetes.io/instance-type"
 ZONE = "topology.kubernetes.io/zone"
 CAPACITY = "karpenter.sh/capacity-type"
+POOL_NAME = "karpenter.sh/nodepool"
 _PREFIX = "karpenter.k8s.aws/instance-"
 _DEFAULT_BYTES = 20 * GIB  # disk size if the node class does not map the device with the pods' files
 _ROOTS = {"al2023": "/dev/xvda", "bottlerocket": "/dev/xvdb"}  # image family -> device with the pods' files
@@ -127,20 +128,6 @@ def allocatable_disk_bytes(size_bytes: int) -> int:
     The kubelet evicts pods when less than 10 % of the disk is free, and reserves 1 GiB for the system.
     """
     return size_bytes - -(-size_bytes // 10) - GIB
-
-
-def kubelet_reserves(node_class: ManifestObject | None, node_type: InstanceType) -> tuple[int, int]:
-    """Return (memory bytes, CPU millicores) that spec.kubelet of a node class takes beyond Karpenter's defaults."""
-    kubelet = {} if node_class is None else mapping(node_class.get("spec", "kubelet"))
-    reserved = [mapping(kubelet.get(key)) for key in ("kubeReserved", "systemReserved")]
-    memory = sum(parse_bytes(item.get("memory")) or 0 for item in reserved)
-    cpu = sum(parse_millicores(item.get("cpu")) or 0 for item in reserved)
-    # A value in kubeReserved replaces the kubelet's default.
-    if reserved[0].get("memory") is not None:
-        memory -= kubelet_memory_bytes(node_type.max_pods)
-    if reserved[0].get("cpu") is not None:
-        cpu -= node_type.vcpus * 1000 - node_type.allocatable_cpu_millicores
-    return memory, cpu
 
 
 def root_device(node_class: ManifestObject) -> str | None:

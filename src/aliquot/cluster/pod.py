@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +15,8 @@ from aliquot.core.errors import ClusterError
 
 CONFIG_DIRECTORY = "/etc/aliquot"
 CONFIG_FILE = "config.yaml"
-_EXPECTED_FILE = "expected.json"  # of a proof: the plan's expectations, as doctor/node_proof.py reads them
+RENDERED_FILE = "rendered.json"  # what `cluster check` renders the manifests from again, beside the config
+EXPECTED_FILE = "expected.json"  # of a proof: the plan's expectations, as doctor/node_proof.py reads them
 USER = 1000  # user id of the trainer in the container image
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
 
@@ -31,7 +33,9 @@ def config_map(job: Job) -> Document:
     The config has the planned settings, contains the model's config, and places run directory and cache on the shared
     file system.
     """
-    data = {CONFIG_FILE: to_yaml(shipped_config(job))}
+    section = job.section.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    rendered = {"cluster": section, "plan": asdict(job.plan)}
+    data = {CONFIG_FILE: to_yaml(shipped_config(job)), RENDERED_FILE: f"{json.dumps(rendered, indent=1)}\n"}
     if job.is_proof:
         expected = {
             "nodes": job.plan.nodes,
@@ -39,7 +43,7 @@ def config_map(job: Job) -> Document:
             "storage_bytes_per_s": job.plan.storage_bytes_per_s,
             "efa_interfaces": job.efa_interfaces,
         }
-        data[_EXPECTED_FILE] = f"{json.dumps(expected, indent=1)}\n"
+        data[EXPECTED_FILE] = f"{json.dumps(expected, indent=1)}\n"
     return job.manifest("v1", "ConfigMap", _config_name(job), data=data)
 
 
@@ -81,12 +85,12 @@ def directories(job: Job, any_run: bool = False) -> list[str]:
     values = shipped_config(job)
     run_directory = PurePosixPath(values["run"]["directory"])
     paths = [str(run_directory.parent if any_run else run_directory), values["data"]["cache_directory"]]
-    if _uses_hub(job):
+    if uses_hub(job):
         paths.append(_hub_cache(job))
     return paths
 
 
-def _uses_hub(job: Job) -> bool:
+def uses_hub(job: Job) -> bool:
     """Return whether the run may use the Hugging Face hub: the name of a model or dataset is no absolute path."""
     config = job.config
     files = [path for _, path in config.data.every_path() if path.startswith("hf://")]
@@ -106,14 +110,14 @@ def _below(mount: str, path: Path) -> str:
 def command(job: Job) -> list[str]:
     config = f"{CONFIG_DIRECTORY}/{CONFIG_FILE}"
     if job.is_proof:
-        return ["aliquot", "cluster", "proof", config, f"{CONFIG_DIRECTORY}/{_EXPECTED_FILE}"]
+        return ["aliquot", "cluster", "proof", config, f"{CONFIG_DIRECTORY}/{EXPECTED_FILE}"]
     return ["aliquot", "train", config]
 
 
 def environment(job: Job) -> list[Document]:
     """Return the environment variables of a pod, without the PET_* variables, which Trainer's controller sets."""
     variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory in which any user may write
-    if _uses_hub(job):
+    if uses_hub(job):
         variables["HF_HOME"] = _hub_cache(job)
     if job.gpu_nodes:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"

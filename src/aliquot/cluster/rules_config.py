@@ -7,7 +7,7 @@ import posixpath
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.quantity import GIB
 
@@ -15,66 +15,88 @@ _SPOT_NOTICE_S = 120
 
 
 def check_config(job: Job) -> Iterator[RuleFinding]:
-    config, section = job.config, job.section
-    if config.checkpoint.resume == "never" and section.max_restarts > 0:
-        yield finding("resume", "checkpoint.resume", "never, with cluster.max_restarts > 0", "checkpoint.resume: auto")
-    if config.checkpoint.every == 0:
-        spot = "spot" in section.capacity
-        message = "0: saved only at the end" + (", on spot nodes" if spot else "")
-        yield finding(
-            "no-checkpoints", "checkpoint.every", message, "checkpoint.every: auto", "error" if spot else "warning"
-        )
-    if "spot" in section.capacity and job.grace_s > _SPOT_NOTICE_S:
-        message = f"{config.checkpoint.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice"
-        yield finding("grace", "checkpoint.grace_s", message, "at most 90 on spot nodes", "warning")
-    for concern in job.plan.concerns:
-        yield finding(
-            "plan", "the plan", concern, f"aliquot plan CONFIG --instance {job.types[0].name} --optimize time"
-        )
-    yield from _saves(job)
-    yield from _processors(job)
+    config, spot, types = job.config, "spot" in job.section.capacity, job.types
+    kinds = {(node_type.cpu_manufacturer, node_type.generation) for node_type in types}
+    plan_fix = f"aliquot plan CONFIG --instance {types[0].name} --optimize time"
+    yield from failures(
+        "checkpoint.resume",
+        Check(
+            config.checkpoint.resume == "never" and job.section.max_restarts > 0,
+            "resume",
+            "never, with cluster.max_restarts > 0",
+            "checkpoint.resume: auto",
+        ),
+    )
+    yield from failures(
+        "cluster.instance_types",
+        Check(
+            len(kinds) > 1 and not job.gpus,
+            "unequal-nodes",
+            f"{types[0].name} and {types[-1].name} have different processors, and the plan's times are of the first",
+            "types of one generation and one manufacturer",
+        ),
+    )
+    yield from failures("the plan", *(Check(True, "plan", concern, plan_fix) for concern in job.plan.concerns))
+    yield from _saves(job, spot)
     yield from _credentials(job)
     yield from _paths(job)
 
 
-def _saves(job: Job) -> Iterator[RuleFinding]:
+def _saves(job: Job, spot: bool) -> Iterator[RuleFinding]:
     """Check that a checkpoint can be saved within the grace period, and that the kept checkpoints fit the storage."""
     plan, settings, storage = job.plan, job.config.checkpoint, job.section.storage
     rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
-    needed_s = plan.step_s + plan.save_s
-    if needed_s > settings.grace_s:
-        message = f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})"
-        fix = "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)"
-        yield finding("grace", "checkpoint.grace_s", message, fix, "warning")
-    interval_s = plan.save_steps * plan.step_s
-    if 0 < interval_s < plan.save_s:
-        message = f"a save takes {plan.save_s:.0f} s ({rate}), and the next one is due after {interval_s:.0f} s"
-        fix = f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system"
-        yield finding("storage-speed", "checkpoint.every", message, fix)
-    if storage.kind == "claim":
-        return
+    needed_s, interval_s = plan.step_s + plan.save_s, plan.save_steps * plan.step_s
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
-    if storage.deployment_type == "SCRATCH_2" and settings.mirror is None:
-        yield finding(
-            "storage-safety", "cluster.storage", "SCRATCH_2 is not replicated, and checkpoints are nowhere else",
+    yield from failures(
+        "checkpoint.every",
+        Check(
+            settings.every == 0,
+            "no-checkpoints",
+            "0: saved only at the end" + (", on spot nodes" if spot else ""),
+            "checkpoint.every: auto",
+            "error" if spot else "warning",
+        ),
+        Check(
+            0 < interval_s < plan.save_s,
+            "storage-speed",
+            f"a save takes {plan.save_s:.0f} s ({rate}), and the next one is due after {interval_s:.0f} s",
+            f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system",
+        ),
+    )
+    yield from failures(
+        "checkpoint.grace_s",
+        Check(
+            spot and job.grace_s > _SPOT_NOTICE_S,
+            "grace",
+            f"{settings.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
+            "at most 90 on spot nodes",
+            "warning",
+        ),
+        Check(
+            needed_s > settings.grace_s,
+            "grace",
+            f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})",
+            "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)",
+            "warning",
+        ),
+    )
+    yield from failures(
+        "cluster.storage",
+        Check(
+            storage.kind != "claim" and storage.deployment_type == "SCRATCH_2" and settings.mirror is None,
+            "storage-safety",
+            "SCRATCH_2 is not replicated, and checkpoints are nowhere else",
             "checkpoint.mirror: s3://..., or storage.deployment_type: PERSISTENT_2",
-        )  # fmt: skip
-    if needed_bytes > storage.size_gib * GIB:
-        message = f"{storage.size_gib} GiB; {count} checkpoints and the export take {needed_bytes / GIB:.0f}"
-        yield finding(
-            "storage-size", "cluster.storage.size_gib", message, "a larger file system, or a smaller checkpoint.keep"
-        )
-
-
-def _processors(job: Job) -> Iterator[RuleFinding]:
-    first = job.types[0]
-    for other in job.types[1:] if not job.gpus else ():
-        if (other.cpu_manufacturer, other.generation) != (first.cpu_manufacturer, first.generation):
-            message = f"{first.name} and {other.name} have different processors, and the plan's times are of the first"
-            yield finding(
-                "unequal-nodes", "cluster.instance_types", message, "types of one generation and one manufacturer"
-            )
+        ),
+        Check(
+            storage.kind != "claim" and needed_bytes > storage.size_gib * GIB,
+            "storage-size",
+            f"size_gib is {storage.size_gib}; {count} checkpoints and the export take {needed_bytes / GIB:.0f}",
+            "a larger file system, or a smaller checkpoint.keep",
+        ),
+    )
 
 
 def _credentials(job: Job) -> Iterator[RuleFinding]:

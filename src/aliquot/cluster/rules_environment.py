@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from aliquot.cluster.fields import values
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import GPU
-from aliquot.cluster.job_view import JobView, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
+from aliquot.cluster.job_view import JobView
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, mappings, select_kinds
 from aliquot.cluster.node_pool_view import ZONE, PoolView, disk_bytes
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.rules_references import check_mounts
 
 _ZONE_NAME = re.compile(r"([a-z]{2}(?:-[a-z]+)+-\d)[a-z]")
 _FSX_NAME = re.compile(r"fs-[0-9a-f]+\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
+_VOLUME_ZONES = "spec/nodeAffinity/required/nodeSelectorTerms/*/matchExpressions/*"
 _ECR_NAME = re.compile(r"\d{12}\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/")
 _GPU_LABEL = "nvidia.com/gpu.present"
 # The unpacked image with CUDA libraries takes about 15 GiB, and the system, other images and logs take 20 GiB.
@@ -30,10 +33,9 @@ def check_environment(
 ) -> Iterator[RuleFinding]:
     yield from _regions(jobs, pools, manifests)
     for pool in pools:
-        yield from _reservation(pool, manifests)
+        yield from _nodes(pool, pool.node_class(manifests), any(job.count(GPU) for job in jobs))
     for job in jobs:
         yield from _architecture(job, pools)
-        yield from _gpu_nodes(job, pools, manifests)
         yield from _network(job, manifests)
     for job_manifest in select_kinds(manifests, "Job"):
         yield from _kubernetes_job(job_manifest)
@@ -47,23 +49,29 @@ def _regions(
         return
     region = zones[0]
     for volume in select_kinds(manifests, "PersistentVolume"):
-        dnsname = str(volume.get("spec", "csi", "volumeAttributes", "dnsname") or "")
-        if (match := _FSX_NAME.fullmatch(dnsname)) and match[1] != region:
-            message = f"the file system {dnsname} is in {match[1]}, the nodes are in {region}"
-            yield finding("region", volume, message, "a file system of the nodes' zone")
+        match = _FSX_NAME.fullmatch(str(volume.get("spec", "csi", "volumeAttributes", "dnsname") or ""))
+        terms = [mapping(term) for _, term in values(volume.get(), _VOLUME_ZONES.split("/"))]
+        allowed = {str(zone) for term in terms if term.get("key") == ZONE for zone in listed(term.get("values"))}
+        used = {zone for pool in pools for zone in pool.values(ZONE)}
+        yield from failures(
+            volume,
+            Check(
+                match and match[1] != region,
+                "region",
+                f"the file system {match and match[0]} is in {match and match[1]}, the nodes are in {region}",
+                "a file system of the nodes' zone",
+            ),
+            Check(
+                allowed and not allowed & used,
+                "region",
+                f"the volume is in {', '.join(sorted(allowed))}, the nodes are in {', '.join(sorted(used))}",
+                "the zone of the file system for volume and nodes",
+            ),
+        )
     for job in jobs:
         if (match := _ECR_NAME.match(job.image)) and match[1] != region:
             message = f"the image comes from {match[1]}, the nodes are in {region}"
             yield finding("region", job.manifest, message, f"push the image to {region}", "warning")
-
-
-def _reservation(pool: PoolView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    node_class = pool.node_class(manifests)
-    if "reserved" not in pool.capacities or node_class is None:
-        return
-    if not node_class.items("spec", "capacityReservationSelectorTerms"):
-        fix = "capacityReservationSelectorTerms: [{id: cr-...}], in a config cluster.capacity_reservation"
-        yield finding("reservation", node_class, "the pool takes reserved nodes, and no term selects any", fix)
 
 
 def _architecture(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
@@ -88,20 +96,36 @@ def _architecture(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFindi
         )
 
 
-def _gpu_nodes(job: JobView, pools: Sequence[PoolView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    for pool in pools if job.count(GPU) else ():
-        if not pool.gpu:
-            continue
-        if pool.labels.get(_GPU_LABEL) != "true":
-            fix = f'{_GPU_LABEL}: "true" in spec.template.metadata.labels'
-            yield finding("gpu-label", pool.manifest, "NVIDIA's device plugin does not select these nodes", fix)
-        node_class = pool.node_class(manifests)
-        disks = [] if node_class is None else [disk_bytes(node_class, node_type) for node_type in pool.types]
-        small = [disk for disk in disks if disk is not None and disk < _GPU_DISK_BYTES]
-        if small:
-            message = f"the disk for images has {min(small) / GIB:.0f} GiB"
-            fix = f"at least {_GPU_DISK_BYTES // GIB} GiB (cluster.volume_gib)"
-            yield finding("volume-size", node_class, message, fix)
+def _nodes(pool: PoolView, node_class: ManifestObject | None, gpu_job: bool) -> Iterator[RuleFinding]:
+    is_used = gpu_job and pool.gpu
+    yield from failures(
+        pool.manifest,
+        Check(
+            is_used and pool.labels.get(_GPU_LABEL) != "true",
+            "gpu-label",
+            "NVIDIA's device plugin does not select these nodes",
+            f'{_GPU_LABEL}: "true" in spec.template.metadata.labels',
+        ),
+    )
+    if node_class is None:
+        return
+    disk = min((disk_bytes(node_class, node_type) or _GPU_DISK_BYTES for node_type in pool.types), default=0)
+    terms = node_class.items("spec", "capacityReservationSelectorTerms")
+    yield from failures(
+        node_class,
+        Check(
+            is_used and disk < _GPU_DISK_BYTES,
+            "volume-size",
+            f"the disk for images has {disk / GIB:.0f} GiB",
+            f"at least {_GPU_DISK_BYTES // GIB} GiB (cluster.volume_gib)",
+        ),
+        Check(
+            "reserved" in pool.capacities and not terms,
+            "reservation",
+            "the pool takes reserved nodes, and no term selects any",
+            "capacityReservationSelectorTerms: [{id: cr-...}], in a config cluster.capacity_reservation",
+        ),
+    )
 
 
 def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -112,17 +136,32 @@ def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[Rule
     policies = [
         policy
         for policy in select_kinds(manifests, "NetworkPolicy")
-        if policy.namespace == job.manifest.namespace and not policy.in_other_namespace(job.manifest)
+        if policy.namespace == job.manifest.namespace
+        and not policy.get("spec", "podSelector", "matchExpressions")
+        and mapping(policy.get("spec", "podSelector", "matchLabels")).items() <= job.labels.items()
     ]
     for policy in policies:
-        if policy.get("spec", "podSelector") not in ({}, None):
-            continue
-        for direction, needs in (("Egress", "DNS, the hub and other ranks"), ("Ingress", "other ranks")):
-            rules = direction.lower()
-            is_restricted = direction in listed(policy.get("spec", "policyTypes"))
-            if is_restricted and all(rule.get("ports") for other in policies for rule in other.items("spec", rules)):
-                message = f"no policy of the job's namespace opens {rules} on all ports, and the pods need {needs}"
-                yield finding("network-policy", policy, message, f"a policy with an {rules} rule for the job's pods")
+        for direction, needs in (("Egress", "the hub and other ranks"), ("Ingress", "other ranks")):
+            if direction not in listed(policy.get("spec", "policyTypes")):
+                continue
+            rules = [rule for other in policies for rule in other.items("spec", direction.lower())]
+            if all(rule.get("ports") for rule in rules):
+                message = (
+                    f"no policy of the job's pods opens {direction.lower()} on all ports, and the pods need {needs}"
+                )
+                fix = f"a policy with an {direction.lower()} rule for the job's pods"
+                yield finding("network-policy", policy, message, fix)
+            elif direction == "Egress" and not any(map(_opens_dns, rules)):
+                fix = "an egress rule for port 53 (UDP and TCP) to the namespace kube-system"
+                yield finding("name-resolution", policy, "no egress rule of the job's pods reaches DNS", fix)
+
+
+def _opens_dns(rule: dict[str, Any]) -> bool:
+    """Return whether an egress rule reaches port 53 of another namespace, where the cluster's DNS runs."""
+    ports = [mapping(port).get("port") for port in listed(rule.get("ports"))]
+    peers = [mapping(peer) for peer in listed(rule.get("to"))]
+    is_abroad = not peers or any("namespaceSelector" in peer or "ipBlock" in peer for peer in peers)
+    return is_abroad and (not ports or any(port in (53, "dns", "dns-tcp") for port in ports))
 
 
 def _kubernetes_job(job: ManifestObject) -> Iterator[RuleFinding]:
@@ -132,13 +171,3 @@ def _kubernetes_job(job: ManifestObject) -> Iterator[RuleFinding]:
         shown = spec.get("restartPolicy") or "not set, so Always"
         yield finding("restart-policy", job, f"restartPolicy is {shown}", "restartPolicy: Never")
     yield from check_mounts(job, [spec], mappings(spec, "volumes"))
-
-
-def check_hugepages(job: JobView) -> Iterator[RuleFinding]:
-    """Report requests for huge pages: Karpenter does not know the resource, so it makes no node for the pod."""
-    resources = [{"requests": job.requests, "limits": job.limits}]
-    resources += [mapping(dig(item, "resources")) for item in mappings(pod_spec(job), "containers")]
-    asked = {name for item in resources for part in item.values() for name in mapping(part)}
-    if pages := sorted(name for name in asked if str(name).startswith("hugepages-")):
-        message = f"{', '.join(pages)}: Karpenter makes no node with huge pages, so the pods stay Pending"
-        yield finding("request-too-large", job.manifest, message, "leave huge pages out (FI_EFA_USE_HUGE_PAGE=0)")

@@ -1,17 +1,18 @@
-"""Rules about a TrainJob and its runtime, also compared with the plan, and for elastic jobs (launch.nodes MIN:MAX)."""
+"""Rules about a TrainJob and its runtime, also compared with the plan."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
 from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import EFA, GPU
-from aliquot.cluster.job_view import NODE, JobView, configs_of, job_specs, patched_jobs, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings
+from aliquot.cluster.job_view import NODE, JobView, job_specs, patched_jobs
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.pod import ANCESTOR
-from aliquot.cluster.quantity import GIB, MIB, parse, parse_bytes, parse_millicores
+from aliquot.cluster.quantity import GIB, MIB, parse
 from aliquot.config.cluster_section import max_job_name_length
 from aliquot.core.number_format import count_of
 from aliquot.planner.plan import Plan
@@ -19,20 +20,50 @@ from aliquot.planner.plan import Plan
 RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"})
 
 _SHM_DEFAULT_BYTES = 64 * MIB
+_SHM_FIX = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
 _GRACE_MARGIN_S = 30
 
-_CONTAINERS = ("template", "spec", "template", "spec", "containers")
 _EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_NET": "AWS Libfabric"}  # with others, NCCL uses TCP
 _DEADLINE = "activeDeadlineSeconds"
-_RANGE = re.compile(r"\d+:\d+")
-_STOPPED = 143
-# The ways in which a pod can end: description, exit code (None: the pod is lost without an exit code), and whether the
-# pod has the condition DisruptionTarget.
-_POD_ENDS = (
-    ("is drained or reclaimed", _STOPPED, True),
-    ("is told to stop", _STOPPED, False),
-    ("is lost with its node", None, True),
+
+
+def _is_trainer(job: Any) -> bool:
+    return bool(dig(job, "template", "metadata", "labels", ANCESTOR) == "trainer")
+
+
+def _keeps_to_job_set(spec: Any) -> bool:
+    """Return whether the pods of a Job leave restarts to the JobSet, whose webhook sets OnFailure by default."""
+    policy = dig(spec, "template", "spec", "restartPolicy") or "OnFailure"
+    return policy == "Never" or (policy == "OnFailure" and mapping(spec).get("podFailurePolicy") is None)
+
+
+# What the controller and the webhooks of Trainer ask beyond the schemas. Source: kubeflow/trainer,
+# pkg/runtime/core/trainingruntime.go and pkg/webhooks/trainingruntime_webhook.go.
+_JOBS = "spec/template/spec/replicatedJobs"
+_CONTAINERS = ("template", "spec", "template", "spec", "containers")
+_PATCHED = (
+    "spec/podTemplateOverrides/*/spec/containers/*",
+    f"spec/runtimePatches/*/trainingRuntimeSpec/{_JOBS.removeprefix('spec/')}/*/{'/'.join(_CONTAINERS)}/*",
 )
+_TRAIN_JOB = (
+    *(Field(f"{path}/name", "container-name", one_of(NODE), f"name it {NODE!r}") for path in _PATCHED),
+    *(Field(path, "node-env", lambda item: item.get("name") != NODE or not item.get("env"), "spec.trainer.env",
+            "a patch has env for the container `node`") for path in _PATCHED),
+    Field("spec/trainer/env/*/name", "reserved-env", none_of(*RESERVED_ENV), "leave it to the controller"),
+)  # fmt: skip
+_RUNTIME = (
+    Field("spec/mlPolicy", "no-trainer", lambda policy: mapping(policy).keys() - {"numNodes"}, "mlPolicy: {torch: {}}",
+          "{path} names no framework"),
+    Field(_JOBS, "container-name", lambda jobs: any(map(_is_trainer, jobs or ())),
+          f"{ANCESTOR}: trainer in its template.metadata.labels", "no replicated job has the label of the trainer"),
+    Field(f"{_JOBS}/*", "container-name", lambda job: not _is_trainer(job) or NODE in [
+          dig(item, "name") for item in listed(dig(job, *_CONTAINERS))], f"name one {NODE!r}",
+          "{path} has no container of the name that Trainer knows"),
+    Field(f"{_JOBS}/*", "container-name", lambda job: not _is_trainer(job) or job.get("replicas", 1) == 1,
+          "replicas: 1", "{path} has several replicas; the nodes of a job are spec.trainer.numNodes"),
+    Field(f"{_JOBS}/*/template/spec", "restart-policy", _keeps_to_job_set, "restartPolicy: Never",
+          "{path} has pods that restart by themselves"),
+)  # fmt: skip
 
 
 def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
@@ -47,15 +78,9 @@ def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: flo
     if len(name) > most:
         message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
         yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
-    yield from _trainer(job, trainer)
-    yield from _processes(job, plan)
-    yield from _resources(job, plan)
-    yield from _shm(job, plan)
-    yield from _lifetime(job, grace_s)
-    yield from _efa(job, plan)
-    yield from _restarting(job)
-    yield from _gang(job)
-    yield from _ending(job, plan)
+    parts = (_trainer(job, trainer), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
+    for findings in (*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan)):
+        yield from findings
 
 
 def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
@@ -76,60 +101,12 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
         yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
     else:
         yield from _runtime(job, job.runtime)
-    for container in (item for patch in job.pod_specs[1:] for item in mappings(patch, "containers")):
-        name = container.get("name")
-        yield from failures(
-            job.manifest,
-            Check(name != NODE, "container-name", f"patches a container {name!r}", f"name it {NODE!r}"),
-            Check(
-                name == NODE and container.get("env"),
-                "node-env",
-                "a patch has env for the container `node`",
-                "spec.trainer.env",
-            ),
-        )
-    for variable in job.env:
-        if variable.get("name") in RESERVED_ENV:
-            yield finding("reserved-env", job.manifest, f"env has {variable['name']}", "leave it to the controller")
+    yield from judge_fields(_TRAIN_JOB, job.manifest.get(), job.manifest)
 
 
 def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
-    """Check what the controller and the webhooks of Trainer ask of a runtime beyond its schema.
-
-    Source: kubeflow/trainer, pkg/runtime/core/trainingruntime.go and pkg/webhooks/trainingruntime_webhook.go.
-    """
-    policy = mapping(runtime.get("spec", "mlPolicy"))
-    replicated = runtime.items("spec", "template", "spec", "replicatedJobs")
-    trainers = [item for item in replicated if dig(item, "template", "metadata", "labels", ANCESTOR) == "trainer"]
-    yield from failures(
-        runtime,
-        Check(
-            not policy.keys() - {"numNodes"},
-            "no-trainer",
-            "spec.mlPolicy names no framework",
-            "mlPolicy: {torch: {}}",
-        ),
-        Check(
-            not trainers,
-            "container-name",
-            "no replicated job has the label of the trainer",
-            f"{ANCESTOR}: trainer in its template.metadata.labels",
-        ),
-    )
-    for item in trainers:
-        names = [mapping(container).get("name") for container in listed(dig(item, *_CONTAINERS))]
-        replicas = item.get("replicas", 1)
-        yield from failures(
-            runtime,
-            Check(NODE not in names, "container-name", f"the trainer has the containers {names}", f"name one {NODE!r}"),
-            Check(
-                replicas != 1,
-                "container-name",
-                f"the trainer has {replicas} replicas; the nodes of a job are spec.trainer.numNodes",
-                "replicas: 1",
-            ),
-        )
-    known = [item.get("name") for item in replicated]
+    yield from judge_fields(_RUNTIME, runtime.get(), runtime)
+    known = [item.get("name") for item in runtime.items("spec", "template", "spec", "replicatedJobs")]
     for name in patched_jobs(job.manifest):
         if name not in known:
             fix = did_you_mean(name, map(str, known), "the name of a replicated job of the runtime", similarity=0.0)
@@ -137,52 +114,110 @@ def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
 
 
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    processes, millicores, gpus = job.processes, job.cpu_millicores, job.count(GPU)
-    if job.nodes < 1:
-        yield finding("processes", job.manifest, f"numNodes is {job.nodes}: the job has no pod", "numNodes: 1 or more")
-    if not isinstance(processes, int) or isinstance(processes, bool):
-        # Without numProcPerNode, Trainer 2.3 starts one process per GPU, or per requested CPU without GPUs. Trainer 2.1
-        # starts one per CPU.
-        if processes is None and (millicores or 0) <= 1000 and gpus == 0:
-            return  # the default is one process
-        shown = "not set" if processes is None else repr(processes)
-        yield finding("processes", job.manifest, f"numProcPerNode is {shown}", "numProcPerNode: an integer")
-        return
-    if gpus and processes > gpus:
-        message = f"{processes} processes on {count_of(gpus, 'GPU')}"
-        yield finding("processes", job.manifest, message, "numProcPerNode: one process for each GPU")
-    cpus = f"{(millicores or 0) / 1000:g} CPUs"
+    processes, gpus = job.processes, job.count(GPU)
+    cpus = parse(job.requests.get("cpu", job.limits.get("cpu")))
     threads = 1 if plan is None else plan.threads_per_rank
-    fix, threads_each = "one process for many CPUs", ""
-    if plan is not None:
-        fix, threads_each = "fewer processes, launch.threads_per_rank, or a larger type", f" x {threads} threads"
-        if processes != plan.ranks_per_node or job.nodes != plan.nodes:
-            message = f"{job.nodes} nodes x {processes} processes; the plan has {plan.nodes} x {plan.ranks_per_node}"
-            yield finding("processes", job.manifest, message, "render again, or plan for these")
-    if millicores is not None and processes * threads * 1000 > millicores:
-        yield finding("threads", job.manifest, f"{processes} processes{threads_each} on {cpus}", fix)
+    # Without numProcPerNode, Trainer 2.3 starts one process per GPU, or per requested CPU without GPUs. Trainer 2.1
+    # starts one per CPU.
+    is_one = processes is None and (cpus or 0) <= 1 and gpus == 0
+    count = processes if isinstance(processes, int) and not isinstance(processes, bool) else 0
+    planned = (0, 0) if plan is None else (plan.nodes, plan.ranks_per_node)
+    yield from failures(
+        job.manifest,
+        Check(job.nodes < 1, "processes", f"numNodes is {job.nodes}: the job has no pod", "numNodes: 1 or more"),
+        Check(not count and not is_one, "processes", f"numProcPerNode is {processes}", "numProcPerNode: an integer"),
+        Check(
+            gpus and count > gpus,
+            "processes",
+            f"{count} processes on {count_of(gpus, 'GPU')}",
+            "numProcPerNode: one process for each GPU",
+        ),
+        Check(
+            count and plan is not None and (job.nodes, count) != planned,
+            "processes",
+            f"{job.nodes} nodes x {count} processes; the plan has {planned[0]} x {planned[1]}",
+            "render again, or plan for these",
+        ),
+        Check(
+            cpus is not None and count * threads > cpus,
+            "threads",
+            f"{count} processes x {threads} threads on {float(cpus or 0):g} CPUs",
+            "fewer processes, launch.threads_per_rank, or a larger type",
+        ),
+    )
 
 
-def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    for name, read in (("cpu", parse_millicores), ("memory", parse_bytes)):
-        request, limit = job.requests.get(name), job.limits.get(name)
-        if name == "cpu" and job.processes is None and request == "1":
-            continue  # aliquot's runtimes request one CPU, so that Trainer starts one process per node
-        if request is None and limit is None:
-            fix = f"requests and limits for {name}"
-            yield finding("requests-and-limits", job.manifest, f"no {name} is requested", fix)
-        elif request is not None and read(request) != read(limit):
-            is_above = limit is not None and (read(request) or 0) > (read(limit) or 0)
-            rule = "resource-amount" if is_above else "requests-and-limits"
-            yield finding(rule, job.manifest, f"{name}: {request} requested, limit {limit}", "the same in both")
-    yield from _amounts(job)
-    limit_bytes = job.memory_limit_bytes
-    if plan is not None and plan.device == "cpu" and limit_bytes is not None:
-        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes + plan.shm_bytes_per_node
-        if needed > limit_bytes:
-            message = f"the limit is {limit_bytes / GIB:.1f} GiB, the plan needs {needed / GIB:.1f} ({plan.peak.name})"
-            fix = "a larger type, more nodes, or the settings that `aliquot plan` names"
-            yield finding("memory-limit", job.manifest, message, fix)
+def _resources(job: JobView) -> Iterator[RuleFinding]:
+    """Check requests and limits: whole devices (`domain/name`), bytes with a unit, equal values."""
+    # aliquot's runtimes request one CPU, so that Trainer starts one process per node.
+    is_runtimes_cpu = job.processes is None and job.requests.get("cpu") == "1"
+    names = {"cpu", "memory"} | set(map(str, job.requests.keys() | job.limits.keys()))
+    for name in sorted(names - ({"cpu"} if is_runtimes_cpu else set())):
+        written, bound = job.requests.get(name, job.limits.get(name)), job.limits.get(name)
+        amount, limit, is_device = parse(written), parse(bound), "/" in name
+        is_odd = amount is not None and (is_device and (amount.denominator != 1 or amount != limit))
+        is_tiny = amount is not None and not is_device and name != "cpu" and amount < MIB
+        is_above = amount is not None and limit is not None and amount > limit
+        yield from failures(
+            job.manifest,
+            Check(written is None, "requests-and-limits", f"no {name} is requested", f"requests and limits for {name}"),
+            Check(
+                is_odd or is_above,
+                "resource-amount",
+                f"{name}: {written} requested, limit {bound}; Kubernetes takes whole devices, within the limit",
+                "the same whole number in both",
+            ),
+            Check(is_tiny, "resource-amount", f"{name}: {written} is a few bytes", "a unit like Mi or Gi"),
+            Check(
+                amount != limit and not is_above and not is_device and name in ("cpu", "memory"),
+                "requests-and-limits",
+                f"{name}: {written} requested, limit {bound}",
+                "the same in both",
+            ),
+        )
+
+
+def _memory(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
+    """Check the memory of a pod, and of its /dev/shm, against the plan."""
+    shm_needed = plan.shm_bytes_per_node if plan is not None else 0
+    needed = shm_needed
+    if plan is not None and plan.device == "cpu":
+        needed += plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes
+    limit, shm = parse(job.limits.get("memory")), job.shm
+    size = parse(mapping(shm).get("sizeLimit"))
+    several = job.count(GPU) > 1 and plan is None
+    yield from failures(
+        job.manifest,
+        Check(
+            limit is not None and needed > limit,
+            "memory-limit",
+            f"the limit is {float(limit or 0) / GIB:.1f} GiB, the plan needs {needed / GIB:.1f}",
+            "a larger type, more nodes, or the settings that `aliquot plan` names",
+        ),
+        Check(
+            shm is None and shm_needed > _SHM_DEFAULT_BYTES,
+            "shm",
+            f"the plan needs {shm_needed / GIB:.2f} GiB of /dev/shm",
+            _SHM_FIX,
+        ),
+        Check(shm is None and several, "shm", "several GPUs a pod, and /dev/shm is not mounted", _SHM_FIX, "warning"),
+        Check(shm is not None and shm.get("medium") != "Memory", "shm", "/dev/shm is not in memory", "medium: Memory"),
+        Check(
+            size is not None and size < max(shm_needed, _SHM_DEFAULT_BYTES),
+            "shm",
+            f"/dev/shm has {float(size or 0) / GIB:.2f} GiB; the plan needs {shm_needed / GIB:.2f}, default: 0.06",
+            _SHM_FIX,
+        ),
+        Check(
+            size is not None and limit is not None and size >= limit,
+            "shm-limit",
+            f"/dev/shm of {float(size or 0) / GIB:.1f} GiB in a pod of {float(limit or 0) / GIB:.1f} GiB",
+            "a smaller sizeLimit: the engine host needs none at all",
+        ),
+    )
+
+
+def _image(job: JobView) -> Iterator[RuleFinding]:
     image, gpus = job.image.lower(), job.count(GPU)
     tag = re.search(r"[:@](.+)", image.rpartition("/")[2])
     yield from failures(
@@ -208,87 +243,78 @@ def _resources(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     )
 
 
-def _amounts(job: JobView) -> Iterator[RuleFinding]:
-    """Check what Kubernetes asks of devices (`domain/name`), and amounts of bytes whose unit was forgotten."""
-    for name in sorted(map(str, job.requests.keys() | job.limits.keys())):
-        request, limit = job.requests.get(name, job.limits.get(name)), job.limits.get(name)
-        amount = parse(request)
-        if amount is None:
-            continue
-        is_device = "/" in name
-        yield from failures(
-            job.manifest,
-            Check(
-                is_device and (amount.denominator != 1 or amount != parse(limit)),
-                "resource-amount",
-                f"{name}: {request} requested, limit {limit}; Kubernetes takes whole numbers that are equal",
-                "the same whole number in both",
-            ),
-            Check(
-                not is_device and name != "cpu" and amount < MIB,
-                "resource-amount",
-                f"{name}: {request} is {float(amount):g} bytes",
-                "a unit like Mi or Gi",
-            ),
-        )
-
-
-def _shm(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    needed = plan.shm_bytes_per_node if plan is not None else 0
-    volume, limit = job.shm, job.memory_limit_bytes
-    fix = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
-    if volume is None:
-        several = job.count(GPU) > 1 and plan is None
-        yield from failures(
-            job.manifest,
-            Check(needed > _SHM_DEFAULT_BYTES, "shm", f"the plan needs {needed / GIB:.2f} GiB of /dev/shm", fix),
-            Check(several, "shm", "several GPUs a pod, and /dev/shm is not mounted", fix, "warning"),
-        )
-        return
-    size = parse_bytes(volume.get("sizeLimit"))
-    if volume.get("medium") != "Memory":
-        yield finding("shm", job.manifest, "/dev/shm is not in memory", "medium: Memory")
-    if size is not None and size < needed:
-        yield finding("shm", job.manifest, f"/dev/shm has {size / GIB:.2f} GiB, the plan needs {needed / GIB:.2f}", fix)
-    if size is not None and limit is not None and size >= limit:
-        message = f"/dev/shm of {size / GIB:.1f} GiB in a pod of {limit / GIB:.1f} GiB"
-        yield finding("shm-limit", job.manifest, message, "a smaller sizeLimit: the engine host needs none at all")
-
-
 def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
-    needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S
-    # A job of another trainer may need less time, so check only if the runtime or the config of the job is known.
-    known = job.runtime is not None or grace_s is not None
-    if known and job.grace_s < needed_s:
-        fix = f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}"
-        yield finding("grace", job.manifest, f"terminationGracePeriodSeconds is {job.grace_s}", fix)
-    if job.runtime is not None:
-        retried = any(spec.get("backoffLimit") for _, spec in job_specs(job.runtime)[:1])
-        if not retried and not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"):
-            fix = "spec.template.spec.failurePolicy.maxRestarts"
-            yield finding("restarts", job.runtime, "no failurePolicy.maxRestarts", fix)
+    hook = mapping(dig(job.node, "lifecycle", "preStop"))
+    sleeps = re.findall(r"\bsleep\W+(\d+)", str(hook.get("exec")))
+    hook_s = dig(hook, "sleep", "seconds") or sum(map(int, sleeps))  # SIGTERM comes after the hook
+    needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S + hook_s
+    retried = any(spec.get("backoffLimit") for _, spec in job_specs(job.runtime)[:1])
+    policy = job.runtime.get("spec", "podGroupPolicy") if job.runtime is not None else None
+    yield from failures(
+        job.manifest,
+        # A job of another trainer may need less time, so check only if the runtime or the config of the job is known.
+        Check(
+            (job.runtime is not None or grace_s is not None) and job.grace_s < needed_s,
+            "grace",
+            f"terminationGracePeriodSeconds is {job.grace_s}",
+            f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}, and the seconds of a preStop hook",
+        ),
+        Check(
+            job.manifest.get("spec", "suspend") is True and job.queue is None,
+            "suspended",
+            "spec.suspend is true",
+            "suspend: false, or a queue of Kueue",
+        ),
+    )
+    yield from failures(
+        job.runtime,
+        Check(
+            job.runtime is not None
+            and not retried
+            and not job.runtime.get("spec", "template", "spec", "failurePolicy", "maxRestarts"),
+            "restarts",
+            "no failurePolicy.maxRestarts",
+            "spec.template.spec.failurePolicy.maxRestarts",
+        ),
+        Check(
+            policy and job.pod.get("schedulerName") in (None, "default-scheduler"),
+            "gang-scheduling",
+            f"podGroupPolicy is {', '.join(mapping(policy))}, and the pods have no schedulerName",
+            "schedulerName in the pod template: volcano, or scheduler-plugins-scheduler",
+        ),
+    )
 
 
 def _efa(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    efa, gpus = job.count(EFA) > 0, job.count(GPU) > 0
-    uses_nccl = plan is None or plan.engine != "host"
-    if not efa and gpus and job.nodes > 1 and uses_nccl:
-        fix = f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)"
-        yield finding("efa-unused", job.manifest, "GPUs on several nodes without EFA", fix)
-    variables = {variable.get("name"): variable.get("value") for variable in job.env}
-    for name, value in _EFA_VARIABLES.items() if efa else ():
-        message = f"env {name} is {variables.get(name)!r}, and the pods ask for EFA"
-        if name == "NCCL_NET" and name not in variables:
-            message = "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message"
-        elif variables.get(name, value) == value:
-            continue
-        yield finding("efa-unused", job.manifest, message, f"env {name}: {value}")
+    efa, variables = job.count(EFA) > 0, job.variables
+    uses_nccl = job.count(GPU) > 0 and job.nodes > 1 and (plan is None or plan.engine != "host")
+    yield from failures(
+        job.manifest,
+        Check(
+            uses_nccl and not efa,
+            "efa-unused",
+            "GPUs on several nodes without EFA",
+            f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
+        ),
+        Check(
+            efa and "NCCL_NET" not in variables,
+            "efa-unused",
+            "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message",
+            "env NCCL_NET: AWS Libfabric",
+        ),
+        *(
+            Check(
+                efa and variables.get(name, value) != value,
+                "efa-unused",
+                f"env {name} is {variables.get(name)!r}, and the pods ask for EFA",
+                f"env {name}: {value}",
+            )
+            for name, value in _EFA_VARIABLES.items()
+        ),
+    )
 
 
-def _ending(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    """Report what ends or delays a job independently of its training."""
-    if job.manifest.get("spec", "suspend") is True and job.queue is None:
-        yield finding("suspended", job.manifest, "spec.suspend is true", "suspend: false, or a queue of Kueue")
+def _deadline(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     specs = [dig(spec, *path) for _, spec in job_specs(job.runtime) for path in ((), ("template", "spec"))]
     for spec in [job.manifest.get("spec"), *specs]:
         seconds = mapping(spec).get(_DEADLINE)
@@ -296,82 +322,3 @@ def _ending(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
             takes = "" if plan is None else f"; the plan takes {plan.total_s:.0f} s"
             fix = f"leave {_DEADLINE} out, or set it far above the duration of the run"
             yield finding("deadline", job.manifest, f"{_DEADLINE} ends the job after {seconds} s{takes}", fix)
-
-
-def _restarting(job: JobView) -> Iterator[RuleFinding]:
-    for _, spec in job_specs(job.runtime):
-        written = dig(spec, "template", "spec", "restartPolicy")
-        policy = written or "OnFailure"  # the default that JobSet's webhook sets
-        if policy == "Always" or (policy != "Never" and spec.get("podFailurePolicy") is not None):
-            suffix = "" if policy == "Always" else " beside podFailurePolicy"
-            message = f"restartPolicy is {written or 'not set, so OnFailure'}{suffix}"
-            yield finding("restart-policy", job.runtime, message, "restartPolicy: Never")
-
-
-def _gang(job: JobView) -> Iterator[RuleFinding]:
-    policy = job.runtime.get("spec", "podGroupPolicy") if job.runtime is not None else None
-    if policy and pod_spec(job).get("schedulerName") in (None, "default-scheduler"):
-        message = f"podGroupPolicy is {', '.join(policy)}, and the pods have no schedulerName"
-        fix = "schedulerName in the pod template: volcano, or scheduler-plugins-scheduler"
-        yield finding("gang-scheduling", job.runtime, message, fix)
-
-
-def check_elastic(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    if job.runtime is None or (nodes := _node_range(job, manifests)) is None:
-        return
-    if job.runtime.get("spec", "podGroupPolicy"):
-        message = f"launch.nodes is {nodes}, and podGroupPolicy waits for all {job.nodes} nodes"
-        yield finding("nodes-that-go", job.runtime, message, "no podGroupPolicy, or a fixed number of nodes")
-    spec = next((spec for name, spec in job_specs(job.runtime) if name == NODE), {})
-    for event, code, disrupted in _POD_ENDS:
-        action = _failure_action(mapping(spec.get("podFailurePolicy")), code, disrupted)
-        if action != "Ignore":
-            what = "counts against backoffLimit" if action in ("Count", None) else f"ends the Job ({action})"
-            fix = "podFailurePolicy: first Ignore for DisruptionTarget, then for exit code 143, as `render` writes it"
-            yield finding("nodes-that-go", job.runtime, f"launch.nodes is {nodes}, and a pod that {event} {what}", fix)
-            return
-    yield from failures(
-        job.runtime,
-        Check(
-            spec.get("backoffLimit") == 0,
-            "nodes-that-go",
-            f"launch.nodes is {nodes}, and the first pod that fails ends the Job",
-            "a backoffLimit above 0: restarts a node x nodes",
-        ),
-        Check(
-            spec.get("successPolicy") is None,
-            "nodes-that-go",
-            f"launch.nodes is {nodes}, and the Job is over only when each of its pods has succeeded, one that finds no"
-            " node, too",
-            "successPolicy: {rules: [{succeededCount: 1}]}",
-            "warning",
-        ),
-    )
-
-
-def _node_range(job: JobView, manifests: Sequence[ManifestObject]) -> str | None:
-    """Return `launch.nodes` of an elastic job as MIN:MAX, from the command or from a config that the pods mount.
-
-    Returns None if the number of nodes is fixed or unknown.
-    """
-    for word in reversed(job.command):
-        if word.startswith("launch.nodes="):
-            return _range(word.partition("=")[2])
-    ranges = (_range(dig(config, "launch", "nodes")) for config in configs_of(job, manifests))
-    return next((nodes for nodes in ranges if nodes is not None), None)
-
-
-def _range(value: object) -> str | None:
-    return value if isinstance(value, str) and _RANGE.fullmatch(value) else None
-
-
-def _failure_action(policy: dict[str, Any], code: int | None, disrupted: bool) -> object:
-    """Return the action of the first rule in a podFailurePolicy that matches the end of a pod, or None."""
-    for rule in listed(policy.get("rules")):
-        exits, conditions = mapping(mapping(rule).get("onExitCodes")), listed(mapping(rule).get("onPodConditions"))
-        if disrupted and any(mapping(condition).get("type") == "DisruptionTarget" for condition in conditions):
-            return rule.get("action")
-        matches = (code in listed(exits.get("values"))) == (exits.get("operator") == "In")
-        if exits and code is not None and exits.get("containerName") in (None, NODE) and matches:
-            return rule.get("action")
-    return None

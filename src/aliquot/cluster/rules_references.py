@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, pod_spec
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, mappings, select_kinds
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.job_view import JobView
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
 
 # The references in a pod spec: kind, and path to the name; `*` stands for all items of a list.
 _REFERENCES = (
@@ -37,26 +37,43 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
     used |= {("Namespace", item.namespace) for item in manifests}
     for job in jobs:
         if (runtime := job.runtime) is not None:  # a runtime outside the manifests may define the volumes
-            yield from check_mounts(job.manifest, job.pod_specs, job.volumes)
+            yield from check_mounts(job.manifest, [job.pod], list(job.volumes.values()))
             if runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
                 yield _namespaces_differ(job, runtime)
+        yield from _keys(job, manifests)
         for kind, name in dict.fromkeys(_references(job)):
             yield from _reference(job, kind, name, used, manifests)
 
 
 def _references(job: JobView) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each object that the job and its pods need."""
-    pod = pod_spec(job)
-    volumes = {str(volume.get("name")): volume for volume in job.volumes}  # a patch replaces the volume of its name
-    spec = pod | {
-        "volumes": list(volumes.values()),
-        "containers": [*listed(pod.get("containers")), {"env": job.env}],
-    }
-    references = [(kind, value) for kind, path in _REFERENCES for value in _values(spec, path.split("."))]
+    references = [(kind, value) for kind, path in _REFERENCES for value in _values(job.pod, path.split("."))]
     references += [("LocalQueue", job.queue), ("Namespace", job.manifest.get("metadata", "namespace"))]
     yield from (
         (kind, name) for kind, name in references if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE
     )
+
+
+def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Check the keys of Secrets and ConfigMaps from which variables come, and the ClusterQueue of the job's queue."""
+    for variable in job.env:
+        for source, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
+            reference = mapping(dig(variable, "valueFrom", source))
+            name, key = reference.get("name"), reference.get("key")
+            for item in (
+                item for item in select_kinds(manifests, kind) if item.name == name and not reference.get("optional")
+            ):
+                known = [str(word) for part in ("data", "stringData", "binaryData") for word in mapping(item.get(part))]
+                if str(key) not in known:
+                    message = f"env {variable.get('name')} takes {key!r} of {kind}/{name}, which has {', '.join(known)}"
+                    yield finding(
+                        "reference", job.manifest, message, did_you_mean(key, known, "a key that it has", 0.0)
+                    )
+    names = [item.name for item in select_kinds(manifests, "ClusterQueue")]
+    for queue in select_kinds(manifests, "LocalQueue"):
+        if names and queue.name == job.queue and (other := queue.get("spec", "clusterQueue")) not in names:
+            message = f"spec.clusterQueue is {other!r}, which is not among the manifests"
+            yield finding("reference", queue, message, did_you_mean(other, names, "check it, too", 0.0))
 
 
 def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:

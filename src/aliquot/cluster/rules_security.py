@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from aliquot.cluster.fields import Field, holds, judge_fields, none_of, one_of
 from aliquot.cluster.findings import RuleFinding, finding
-from aliquot.cluster.job_view import JobView, pod_spec
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
+from aliquot.cluster.job_view import JobView
+from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 from aliquot.core.errors import has_url_credentials
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
@@ -26,8 +27,47 @@ _SYSCTLS = {
 _SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 _TOKEN_NAME = re.compile(r"(^|_)(TOKEN|SECRET|PASSWORD|API_KEY|ACCESS_KEY)(_|$)", re.IGNORECASE)
 _TOKEN_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|AKIA[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,})\b")
-_SECCOMP_TYPES = ("RuntimeDefault", "Localhost")
-_PROBES = ("livenessProbe", "readinessProbe", "startupProbe")
+
+
+def _options(path: str) -> tuple[Field, ...]:
+    """Return the settings of a securityContext that both pods and containers can have."""
+    return (
+        Field(f"{path}/seLinuxOptions", _RULE, lambda value: (dig(value, "type") or "") in _SELINUX_TYPES
+              and not dig(value, "user") and not dig(value, "role"), "", "seLinuxOptions"),
+        *(Field(f"{path}/{profile}/type", _RULE, none_of("Unconfined"), "", f"{profile} is Unconfined")
+          for profile in ("seccompProfile", "appArmorProfile")),
+        Field(f"{path}/windowsOptions/hostProcess", _RULE, none_of(True), "", "windowsOptions.hostProcess"),
+    )  # fmt: skip
+
+
+def _has_no_host(container: Any) -> bool:
+    hooks = [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
+    handlers = [*hooks, *(dig(container, f"{probe}Probe") for probe in ("liveness", "readiness", "startup"))]
+    return not any(dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket"))
+
+
+_RULE = "pod-security"
+_POD = (
+    *(Field(name, _RULE, none_of(True), "", name) for name in ("hostNetwork", "hostPID", "hostIPC")),
+    Field("volumes/*", _RULE, lambda volume: mapping(volume).keys() <= {"name", *_VOLUMES}, "", "{path} is {value}"),
+    Field("securityContext/sysctls/*/name", _RULE, one_of(*_SYSCTLS), "", "sysctl {value}"),
+    *_options("securityContext"),
+)
+_CONTAINER = (
+    Field("securityContext/allowPrivilegeEscalation", _RULE, one_of(False), "",
+          "allowPrivilegeEscalation is not false"),
+    Field("securityContext/privileged", _RULE, none_of(True), "", "privileged"),
+    Field("effective/runAsNonRoot", _RULE, one_of(True), "", "runAsNonRoot is not true"),
+    Field("effective/runAsUser", _RULE, none_of(0), "", "runAsUser is 0"),
+    Field("effective/seccompProfile/type", _RULE, one_of("RuntimeDefault", "Localhost"), "",
+          "seccompProfile is not RuntimeDefault"),
+    Field("securityContext/capabilities/drop", _RULE, holds("ALL"), "", "capabilities do not drop ALL"),
+    Field("securityContext/capabilities/add/*", _RULE, one_of("NET_BIND_SERVICE"), "", "capabilities add {value}"),
+    Field("securityContext/procMount", _RULE, one_of(None, "Default"), "", "procMount is {value}"),
+    Field("ports/*/hostPort", _RULE, lambda port: not port, "", "a hostPort"),
+    Field("", _RULE, _has_no_host, "", "a probe or hook names a host"),
+    *_options("securityContext"),
+)  # fmt: skip
 
 
 def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -59,7 +99,7 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
         for item in select_kinds(manifests, "Namespace")
         if item.get("metadata", "labels", _ENFORCE) == "restricted"
     }
-    pods = [(job.manifest, pod_spec(job)) for job in jobs if job.runtime is not None]
+    pods = [(job.manifest, job.pod) for job in jobs if job.runtime is not None]
     # Check the pods of Kubernetes Jobs only in a namespace that enforces the profile.
     pods += [
         (item, mapping(item.get("spec", "template", "spec")))
@@ -75,52 +115,14 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
 
 def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:
     """Yield the fields of a pod spec that the profile `restricted` forbids."""
-    for field in ("hostNetwork", "hostPID", "hostIPC"):
-        if pod.get(field):
-            yield field
-    for volume in map(mapping, listed(pod.get("volumes"))):
-        if kinds := sorted(str(key) for key in volume if key != "name" and key not in _VOLUMES):
-            yield f"volume {volume.get('name')} is {', '.join(kinds)}"
-    pod_context = mapping(pod.get("securityContext"))
-    for sysctl in map(mapping, listed(pod_context.get("sysctls"))):
-        if sysctl.get("name") not in _SYSCTLS:
-            yield f"sysctl {sysctl.get('name')}"
-    yield from _options(pod_context)
+    yield from _messages(_POD, pod)
+    context = mapping(pod.get("securityContext"))
     for container in (container for key in _CONTAINERS for container in mappings(pod, key)):
-        for violation in _container_violations(container, pod_context):
-            yield f"container {container.get('name')}: {violation}"
+        settings = mapping(container.get("securityContext"))
+        # The container's settings override the pod's.
+        view = container | {"securityContext": settings, "effective": {**context, **settings}}
+        yield from (f"container {container.get('name')}: {message}" for message in _messages(_CONTAINER, view))
 
 
-def _container_violations(container: dict[str, Any], pod_context: dict[str, Any]) -> Iterator[str]:
-    context = mapping(container.get("securityContext"))
-    merged = {**pod_context, **context}  # the container's settings override the pod's
-    added = [name for name in listed(dig(context, "capabilities", "add")) if name != "NET_BIND_SERVICE"]
-    handlers = [container.get(probe) for probe in _PROBES]
-    handlers += [dig(container, "lifecycle", hook) for hook in ("postStart", "preStop")]
-    hosts = (dig(handler, kind, "host") for handler in handlers for kind in ("httpGet", "tcpSocket"))
-    is_violated = {
-        "allowPrivilegeEscalation is not false": context.get("allowPrivilegeEscalation") is not False,
-        "privileged": context.get("privileged"),
-        "runAsNonRoot is not true": merged.get("runAsNonRoot") is not True,
-        "runAsUser is 0": merged.get("runAsUser") == 0,
-        "seccompProfile is not RuntimeDefault": dig(merged, "seccompProfile", "type") not in _SECCOMP_TYPES,
-        "capabilities do not drop ALL": "ALL" not in listed(dig(context, "capabilities", "drop")),
-        f"capabilities add {', '.join(map(str, added))}": added,
-        f"procMount is {context.get('procMount')}": context.get("procMount") not in (None, "Default"),
-        "a hostPort": any(mapping(port).get("hostPort") for port in listed(container.get("ports"))),
-        "a probe or hook names a host": any(hosts),
-    }
-    yield from (violation for violation, violated in is_violated.items() if violated)
-    yield from _options(context)
-
-
-def _options(context: dict[str, Any]) -> Iterator[str]:
-    """Yield the forbidden settings of a securityContext that both pods and containers can have."""
-    selinux = mapping(context.get("seLinuxOptions"))
-    if (selinux.get("type") or "") not in _SELINUX_TYPES or selinux.get("user") or selinux.get("role"):
-        yield "seLinuxOptions"
-    for profile in ("seccompProfile", "appArmorProfile"):
-        if dig(context, profile, "type") == "Unconfined":
-            yield f"{profile} is Unconfined"
-    if dig(context, "windowsOptions", "hostProcess"):
-        yield "windowsOptions.hostProcess"
+def _messages(fields: Sequence[Field], document: dict[str, Any]) -> Iterator[str]:
+    yield from (violation.message for violation in judge_fields(fields, document, ""))
