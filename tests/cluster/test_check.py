@@ -467,6 +467,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "a mirror without an identity": ("credentials", {}, {"checkpoint": {"every": 10, "mirror": "s3://bucket/runs"}}),
     "processors of two kinds": ("unequal-nodes", {"instance_types": ["r7i.8xlarge", "r8i.8xlarge"]}, {}),
+    "a file system of one zone": ("zone-spread", {"zone": None}, {}),
+    "metrics that nobody reaches": ("network-policy", {}, {"observe": {"prometheus": 9400}}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
 }
 

@@ -248,7 +248,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         lambda d: runtime_pod(d)["containers"][0].update(
             lifecycle={"preStop": {"exec": {"command": ["sh", "-c", "sleep 90"]}}})),
     "failure rules in swapped order": ("failure-rules", cpu_job,
-        lambda d: job_set(d)["failurePolicy"]["rules"].reverse()),
+        lambda d: replicated(d)["template"]["spec"][
+        "podFailurePolicy"]["rules"].reverse()),
     "bad input that restarts": ("failure-rules", cpu_job, lambda d: job_set(d)["failurePolicy"]["rules"].pop()),
     "a pod policy without exit codes": ("failure-rules", cpu_job, lambda d: replicated(d)["template"]["spec"].pop(
         "podFailurePolicy")),

@@ -79,8 +79,10 @@ def check(
     ],
     overrides: Overrides = None,
     crds: Annotated[
-        Path | None,
-        typer.Option("--crds", metavar="DIR", help="CRDs to check against; default: CRDs of the supported versions."),
+        list[Path] | None,
+        typer.Option(
+            "--crds", metavar="DIR", help="CRDs to check against; default: CRDs of the supported versions. Repeatable."
+        ),
     ] = None,
     live: Annotated[
         bool,
@@ -97,7 +99,9 @@ def check(
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
-        extra_crds = read_crds(crds) if crds is not None else crds_of_cluster() if live else []
+        extra_crds = [schema for folder in crds or [] for schema in read_crds(folder)]
+        if live and not crds:
+            extra_crds = crds_of_cluster()
         if is_manifest(path):
             manifests, job = read_manifests(path), None
             findings = check_manifests(manifests, crds=extra_crds)

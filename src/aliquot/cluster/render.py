@@ -112,13 +112,19 @@ def commands(job: Job, directory: Path) -> list[tuple[str, str]]:
     """Return (purpose, command) pairs for users: apply, status, log of rank 0, start again, and delete."""
     apply = f"kubectl apply --server-side -k {shlex.quote(str(directory))}"
     space = f"-n {job.section.namespace}"
+    # The reclaim policy is Retain, so that a deleted claim deletes no checkpoints.
+    keeps = (
+        "; the file system and its bill stay: aws fsx delete-file-system"
+        if job.section.storage.kind == "fsx-dynamic"
+        else ""
+    )
     delete = f"kubectl delete {space} trainjob/{job.name}"
     return [
-        ("apply", apply),
+        ("apply; repeat it if the server does not know the runtime yet", apply),
         ("status", f"aliquot cluster status {job.name} {space}"),
         ("log of rank 0", f"aliquot cluster logs {job.name} {space} -f"),
         # Trainer allows no change of an existing TrainJob, and does not start a failed one again.
         ("start again, from the newest checkpoint", f"{delete} --cascade=foreground && {apply}"),
         ("delete", f"{delete}   # keeps nodes until they are empty, and all data"),
-        ("delete all", f"kubectl delete -k {shlex.quote(str(directory))}"),
+        (f"delete all{keeps}", f"kubectl delete -k {shlex.quote(str(directory))}"),
     ]

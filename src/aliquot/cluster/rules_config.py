@@ -35,6 +35,31 @@ def check_config(job: Job) -> Iterator[RuleFinding]:
             f"{types[0].name} and {types[-1].name} have different processors, and the plan's times are of the first",
             "types of one generation and one manufacturer",
         ),
+        Check(
+            0 < job.gpus < types[0].gpus,
+            "gpu-unused",
+            f"the run uses {job.gpus} of {types[0].gpus} GPUs of each {types[0].name}",
+            "cluster.ranks_per_node: auto, or a smaller type",
+        ),
+    )
+    yield from failures(
+        "cluster.zone",
+        Check(
+            job.section.storage.kind == "fsx-static" and job.section.zone is None,
+            "zone-spread",
+            "not set, so nodes may be in another zone than the file system",
+            "the zone of the file system",
+        ),
+    )
+    yield from failures(
+        "observe.prometheus_host",
+        Check(
+            config.observe.prometheus is not None and config.observe.prometheus_host in ("127.0.0.1", "localhost"),
+            "network-policy",
+            f"{config.observe.prometheus_host}: nobody outside of the pod reaches its metrics",
+            "observe.prometheus_host: 0.0.0.0; the NetworkPolicy opens the port",
+            "warning",
+        ),
     )
     yield from failures("the plan", *(Check(True, "plan", concern, plan_fix) for concern in job.plan.concerns))
     yield from _saves(job, spot)

@@ -25,8 +25,8 @@ _KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.
 def check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
     """Check that all objects match their schemas.
 
-    `known` may have several schemas of a kind, for different versions of an operator. The schema with the fewest
-    violations counts.
+    `known` may have several schemas of a kind, for different versions of an operator. The newest schema that knows all
+    fields counts, because only the fields tell for which version an object was written.
     """
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
     if missing:
@@ -53,7 +53,11 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
     candidates = schemas_of_kind(manifest.document, known)
     group = str(manifest.document["apiVersion"]).rpartition("/")[0]
     results = [(violations(manifest.document, schema), schema.source) for schema in candidates]
-    violations_found, source = min(results, key=lambda result: len(result[0]), default=(list[Violation](), ""))
+    violations_found, source = min(
+        results,
+        key=lambda result: sum(violation.rule == "unknown-field" for violation in result[0]),
+        default=(list[Violation](), ""),
+    )
     if not violations_found:
         # Of a custom object, kubernetes-validate can check only the metadata: pass them as those of a ConfigMap.
         metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}

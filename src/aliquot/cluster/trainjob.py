@@ -102,7 +102,7 @@ def cluster_training_runtime(job: Job) -> Document:
         containers=[container],
         volumes=pod.volumes(job, with_config=False),
     )
-    spec = _runtime_spec(job, processes, _job_set(job, pod_spec, pod.runtime_labels(job), elastic=False))
+    spec = _runtime_spec(job, processes, _job_set(job, pod_spec, pod.runtime_labels(job), torchrun=True))
     name = f"aliquot-{'gpu' if job.gpu_nodes else 'cpu'}"
     return job.manifest(_API, "ClusterTrainingRuntime", name, labels=_FRAMEWORK, namespaced=False, spec=spec)
 
@@ -128,14 +128,16 @@ def _scheduling(job: Job) -> Document:
     }
 
 
-def _job_set(job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: bool) -> Document:
+def _job_set(
+    job: Job, pod_spec: Document, pod_labels: dict[str, str], elastic: bool = False, torchrun: bool = False
+) -> Document:
     job_spec = {
         **(_one_by_one(job) if elastic else _all_together()),
         "template": {"metadata": {"labels": pod_labels}, "spec": pod_spec},
     }
     return {
         # In an elastic run the Job replaces lost pods, so that the JobSet needs no restarts.
-        "failurePolicy": {"maxRestarts": 0} if elastic else _failure_policy(job),
+        "failurePolicy": {"maxRestarts": 0} if elastic else _failure_policy(job, torchrun),
         "replicatedJobs": [{"name": NODE, "template": {"metadata": {"labels": _ANCESTOR}, "spec": job_spec}}],
     }
 
@@ -209,19 +211,29 @@ def _one_by_one(job: Job) -> Document:
     }
 
 
-def _failure_policy(job: Job) -> Document:
+def _failure_policy(job: Job, torchrun: bool) -> Document:
     """Return the JobSet policy for a failed Job: restart all nodes together. The run then resumes from a checkpoint.
 
     For bad input the JobSet fails without a restart. A restart after a spot reclaim or a drain does not count towards
-    `maxRestarts`, because the run has saved a checkpoint. The patterns match the message of the Job controller, for
-    example "... failed with exit code 143 matching FailJob rule at index 0".
+    `maxRestarts`, because the pod has ended with exit code 143 and saved a checkpoint. A pod that is lost or evicted
+    without this code counts, as a crash does; else a node under pressure would restart the job for ever. The patterns
+    match the message of the Job controller, such as "... failed with exit code 143 matching FailJob rule at index 0".
+
+    Args:
+        torchrun: ranks start under torchrun, which ends with exit code 1 in place of 143; then the condition of a
+            disrupted pod alone says that the pod was drained.
     """
     reason = {"onJobFailureReasons": ["PodFailurePolicy"]}
     stopped = {
         "name": "stopped",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         **reason,
-        "onJobFailureMessagePatterns": [f"exit code {_STOPPED} ", "condition DisruptionTarget "],
+        "onJobFailureMessagePatterns": [
+            f"exit code {_STOPPED} ",
+            *(["condition DisruptionTarget "] if torchrun else []),
+        ],
     }
-    rules = [stopped, {"name": "badInput", "action": "FailJobSet", **reason}]
+    patterns = [f"exit code {_BAD_INPUT} "]
+    bad_input = {"name": "badInput", "action": "FailJobSet", **reason, "onJobFailureMessagePatterns": patterns}
+    rules = [stopped, bad_input]
     return {"maxRestarts": job.section.max_restarts, "rules": rules}
