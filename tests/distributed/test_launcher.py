@@ -17,7 +17,7 @@ import pytest
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
-from aliquot.distributed.launcher import apply_environment, launch_mode
+from aliquot.distributed.launcher import apply_environment, launch_mode, torchrun_advice
 from aliquot.distributed.liveness.watchdog import describe_stuck_ranks
 from tests.distributed.launcher import JOIN, environment, run, start
 from tests.runs import free_port, write_config
@@ -69,6 +69,20 @@ def test_exported_torchrun_variables_apply_to_unset_keys() -> None:
     assert apply_environment(own, exported) == own
     with pytest.raises(UserError, match="WORLD_SIZE is 4, which 3 nodes cannot share"):
         apply_environment(LaunchSection(nodes=3), exported)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "command", "warns"),
+    [
+        ("", "torchrun train.py", True),
+        ("100", "torchrun train.py", False),
+        ("", "torchrun --shutdown-timeout=100 train.py", False),
+        ("100", "torchrun --shutdown_timeout 40 train.py", True),
+    ],
+)
+def test_torchrun_that_kills_too_early_is_warned_of(timeout: str, command: str, warns: bool) -> None:
+    environ = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout}
+    assert bool(torchrun_advice(environ, 90.0, command)) == warns
 
 
 def test_senseless_environment_is_an_error() -> None:

@@ -448,7 +448,7 @@ def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:
     assert "exists already" in refusal(config, "checkpoint.resume=never")
     assert "data.sequence_length was 32 and is 16" in refusal(config, "data.sequence_length=16")
     assert "train.global_batch_size was 5 and is 7" in refusal(config, "train.global_batch_size=7")
-    assert "[16, 32] instead of [16, 64]" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
+    assert "hidden_size was 32 and is 64" in refusal(config, "model.config.hidden_size=64", "model.config.head_dim=8")
     (folder / "changed").mkdir()
     text = write_text(folder / "changed", documents=70)
     output = refusal(config, f"data.path={text}")

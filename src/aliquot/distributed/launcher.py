@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -137,9 +139,20 @@ def prepare_log_directory(directory: Path) -> Path:
     return directory
 
 
-def torchrun_advice(environ: Mapping[str, str], grace_s: float) -> list[str]:
-    """Return a warning if torchrun would kill ranks before they have saved, otherwise an empty list."""
-    timeout = environ.get(_SHUTDOWN_TIMEOUT, "")
+def parent_command() -> str:
+    """Return the command line of the process that started this process; empty if it cannot be read."""
+    with suppress(OSError):
+        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def torchrun_advice(environ: Mapping[str, str], grace_s: float, command: str) -> list[str]:
+    """Return a warning if torchrun would kill ranks before they have saved, otherwise an empty list.
+
+    `command` is the command line of torchrun, whose option has priority over the environment.
+    """
+    option = re.search(r"--shutdown[-_]timeout[= ](\S+)", command)
+    timeout = option[1] if option else environ.get(_SHUTDOWN_TIMEOUT, "")
     shutdown_s = int(timeout) if timeout.isdecimal() else _TORCHRUN_SHUTDOWN_S
     if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:
         return []

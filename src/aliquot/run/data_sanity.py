@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aliquot.data.data_summary import day_line, first_samples, header, warnings
-from aliquot.distributed.launcher import torchrun_advice
+from aliquot.distributed.launcher import parent_command, torchrun_advice
 from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
@@ -41,7 +41,8 @@ def introduce(trainer: Trainer) -> RunRecord:
         engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
     connections = group_lines(ranks, trainer.model.engine.transport)
-    notes = [*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s)]
+    advice = torchrun_advice(os.environ, trainer.config.checkpoint.grace_s, parent_command())
+    notes = [*trainer.model.notes, *advice]
     if not run.config.train.drops and has_dropout(run.source.config, run.config.adapter):
         notes.append("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
     run_summary.begin(trainer.display, trainer.config, record, *data, *connections, *notes)

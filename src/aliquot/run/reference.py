@@ -34,7 +34,7 @@ from aliquot.models.stored_weights import fingerprint
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
 from aliquot.run.resolved_run import ResolvedRun, load_tokenizer, model_source, traits_together
-from aliquot.run.starting_point import begin_model, check_newest
+from aliquot.run.starting_point import begin_model
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
@@ -68,7 +68,6 @@ def with_reference(trainer: Trainer) -> tuple[Batches, dict[str, EvalBatches], b
     starts = run_on_rank_0(ranks, lambda: [files[key].first_missing(batches) for key, batches in passes.items()])
     stops = [batches.epoch.packing.sequences for batches in passes.values()]
     if missing := starts != stops:
-        run_on_rank_0(ranks, lambda: check_newest(trainer))
         run_on_rank_0(ranks, lambda: trainer.directory.begin(run.config))  # so that a killed run may continue here
         begin_model(trainer)
         trainer.activity.enter(Stage.REFERENCE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
-from aliquot.checkpoint.directories import complete_directories, directory_of, newest
+from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.mirror import fetch_best, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
@@ -72,7 +72,7 @@ def check_newest(trainer: Trainer) -> None:
     """Raise UserError if the run cannot continue from its newest checkpoint."""
     if trainer.config.checkpoint.resume == "never":
         return
-    if (checkpoint := newest(trainer.directory.checkpoints)) is not None:
+    for checkpoint in complete_directories(trainer.directory.checkpoints)[-1:]:
         with suppress(DamagedCheckpoint):  # then the run resumes from an earlier one
             _check_unchanged(trainer, checkpoint, read_state(checkpoint))
 

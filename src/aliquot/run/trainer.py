@@ -45,7 +45,7 @@ from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.shutdown import Shutdown, StopPoll
-from aliquot.run.starting_point import continuation_advice, fill_model
+from aliquot.run.starting_point import check_newest, continuation_advice, fill_model
 from aliquot.run.training_loop import TrainingLoop, TrainingProgress
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
@@ -202,6 +202,8 @@ class Trainer:
         self.activity.enter(Stage.READ_DATA)
         inputs = read_inputs(self)
         stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
+        self.resolved = inputs
+        run_on_rank_0(self.ranks, lambda: check_newest(self))  # before the plan, and before the model is built
         self.activity.enter(Stage.PLAN)
         self.resolved = resolve_run(self, inputs)
         self.ledger.plan = {} if self.resolved.plan is None else self.resolved.plan.as_record()
