@@ -74,15 +74,18 @@ def test_exported_torchrun_variables_apply_to_unset_keys() -> None:
 @pytest.mark.parametrize(
     ("timeout", "command", "warns"),
     [
-        ("", "torchrun train.py", True),
-        ("100", "torchrun train.py", False),
-        ("", "torchrun --shutdown-timeout=100 train.py", False),
-        ("100", "torchrun --shutdown_timeout 40 train.py", True),
+        ("", b"train.py", True),
+        ("100", b"train.py", False),
+        ("", b"--shutdown-timeout=100\0train.py", False),
+        ("100", b"--shutdown_timeout\x0040", True),
     ],
 )
-def test_torchrun_that_kills_too_early_is_warned_of(timeout: str, command: str, warns: bool) -> None:
-    environ = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout}
-    assert bool(torchrun_advice(environ, 90.0, command)) == warns
+def test_torchrun_that_kills_too_early_is_warned_of(timeout: str, command: bytes, warns: bool) -> None:
+    assert warns == bool(
+        torchrun_advice(
+            {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout}, 90.0, b"torchrun\0" + command
+        )
+    )
 
 
 def test_senseless_environment_is_an_error() -> None:

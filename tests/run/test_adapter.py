@@ -239,8 +239,7 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     assert "an adapter trains no embeddings" in refusal(config, "model.add_tokens=[<a>]")
     # The change is refused before the plan, which this memory does not fit.
     changed = refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0, "r": 4}), "shard.memory=0.001")
-    assert "adapter.alpha was 12.0 and is 6.0" in changed and "adapter.r was 3 and is 4" in changed
-    assert "undo the change" in changed
+    assert "adapter.r was 3 and is 4; adapter.alpha was 12.0 and is 6.0. Undo the change" in changed
     other_data = refusal(adapter_config(base, "lora", adapter=LORA), "data.sequence_length=16")
     assert other_data.endswith("start a new run under another run.name with adapter.path set to this directory")
     frozen = write_config(folder, "base", train={"max_steps": 3, "freeze": ["*.mlp.*"]})

@@ -113,16 +113,14 @@ def check_continuity(
         explain: describes in words how a determinant that is a hash has changed; None for other determinants.
     """
     saved = state["determinants"]
-    changed = [key for key, value in determinants.items() if saved.get(key) != value]
-    if not changed:
-        return
-    changes = "; ".join(
-        explain(key) or f"{key} was {_short(saved.get(key))} and is {_short(determinants[key])}" for key in changed
-    )
-    remedy = "start a new run under another run.name"
-    if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise the run cannot use these weights
-        remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
-    raise ResumeError(f"cannot continue on the same data: {changes}. Undo the change, or {remedy}", directory)
+    if changed := [key for key, value in determinants.items() if saved.get(key) != value]:
+        changes = "; ".join(
+            explain(key) or f"{key} was {_short(saved.get(key))} and is {_short(determinants[key])}" for key in changed
+        )
+        remedy = "start a new run under another run.name"
+        if not any(key.startswith(("adapter", "model")) for key in changed):  # otherwise these weights have no use
+            remedy += f" with {'adapter' if state['config'].get('adapter') else 'model'}.path set to this directory"
+        raise ResumeError(f"cannot continue on the same data: {changes}. Undo the change, or {remedy}", directory)
 
 
 def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: Path) -> str | None:

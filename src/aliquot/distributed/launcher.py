@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -40,8 +39,8 @@ def launch_mode(launch: LaunchSection, environ: Mapping[str, str]) -> Literal["r
             f"RANK is set, so this is one rank of many, but {', '.join(missing)} is not set: use torchrun"
         )
     launch = apply_environment(launch, environ)
-    several = launch.most_nodes > 1 or launch.is_elastic
-    return "launcher" if several or launch.ranks not in (1, "auto") else "alone"
+    has_one_node = launch.most_nodes == 1 and not launch.is_elastic
+    return "alone" if has_one_node and launch.ranks in (1, "auto") else "launcher"
 
 
 def apply_environment(launch: LaunchSection, environ: Mapping[str, str]) -> LaunchSection:
@@ -139,21 +138,14 @@ def prepare_log_directory(directory: Path) -> Path:
     return directory
 
 
-def parent_command() -> str:
-    """Return the command line of the process that started this process; empty if it cannot be read."""
-    with suppress(OSError):
-        return Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
-
-
-def torchrun_advice(environ: Mapping[str, str], grace_s: float, command: str) -> list[str]:
+def torchrun_advice(environ: Mapping[str, str], grace_s: float, command: bytes) -> list[str]:
     """Return a warning if torchrun would kill ranks before they have saved, otherwise an empty list.
 
-    `command` is the command line of torchrun, whose option has priority over the environment.
+    `command` is the command line of torchrun in the form of /proc. Its option has priority over the environment.
     """
-    option = re.search(r"--shutdown[-_]timeout[= ](\S+)", command)
-    timeout = option[1] if option else environ.get(_SHUTDOWN_TIMEOUT, "")
-    shutdown_s = int(timeout) if timeout.isdecimal() else _TORCHRUN_SHUTDOWN_S
+    default = f"\0--shutdown-timeout={environ.get(_SHUTDOWN_TIMEOUT, '')}".encode()
+    timeout = re.search(rb"--shutdown[-_]timeout[=\0](\d+)", command + default)
+    shutdown_s = int(timeout[1]) if timeout else _TORCHRUN_SHUTDOWN_S
     if "TORCHELASTIC_RUN_ID" not in environ or LOG_DIRECTORY in environ or grace_s + 10 <= shutdown_s:
         return []
     enough_s = math.ceil(grace_s) + 10

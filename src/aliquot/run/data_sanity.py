@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from aliquot.data.data_summary import day_line, first_samples, header, warnings
-from aliquot.distributed.launcher import parent_command, torchrun_advice
+from aliquot.distributed.launcher import torchrun_advice
 from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
@@ -30,19 +31,19 @@ _MUCH_BETTER = 0.5  # a difference of losses, in nats per token
 def introduce(trainer: Trainer) -> RunRecord:
     """Print what the run trains, on which data and how, and return these facts for the records. Collective."""
     run, ranks, built = trainer.resolved, trainer.ranks, trainer.model.built
-    data = header(trainer.batches, trainer.total_steps, trainer.held_out) if ranks.rank == 0 else []
-    data += [day_line(run.data.day)] if run.data.day else []
+    days = [day_line(run.data.day)] if run.data.day else []
+    data = [*header(trainer.batches, trainer.total_steps, trainer.held_out), *days] if ranks.rank == 0 else days
     samples = first_samples(trainer.batches, run.tokenizer, text=True) if ranks.rank == 0 else []
-    resumed_from = trainer.start.resumed_from
     record = RunRecord(
         trainer.placement, trainer.machine, *run.ceiling,
-        resumed_from=None if resumed_from is None else str(resumed_from),
+        resumed_from=trainer.start.resumed_from and str(trainer.start.resumed_from),
         model=built.name, parameters=built.numel, learned=built.learned_numel,
         engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
     connections = group_lines(ranks, trainer.model.engine.transport)
-    advice = torchrun_advice(os.environ, trainer.config.checkpoint.grace_s, parent_command())
-    notes = [*trainer.model.notes, *advice]
+    parent = Path(f"/proc/{os.getppid()}/cmdline")  # absent in a container whose first process this is
+    command = parent.read_bytes() if parent.exists() else b""
+    notes = [*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s, command)]
     if not run.config.train.drops and has_dropout(run.source.config, run.config.adapter):
         notes.append("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
     run_summary.begin(trainer.display, trainer.config, record, *data, *connections, *notes)

@@ -70,9 +70,8 @@ def begin_model(trainer: Trainer) -> None:
 
 def check_newest(trainer: Trainer) -> None:
     """Raise UserError if the run cannot continue from its newest checkpoint."""
-    if trainer.config.checkpoint.resume == "never":
-        return
-    for checkpoint in complete_directories(trainer.directory.checkpoints)[-1:]:
+    resumes = trainer.config.checkpoint.resume != "never"
+    for checkpoint in complete_directories(trainer.directory.checkpoints)[-1:] if resumes else ():
         with suppress(DamagedCheckpoint):  # then the run resumes from an earlier one
             _check_unchanged(trainer, checkpoint, read_state(checkpoint))
 
