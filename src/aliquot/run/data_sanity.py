@@ -36,7 +36,7 @@ def introduce(trainer: Trainer) -> RunRecord:
     samples = first_samples(trainer.batches, run.tokenizer, text=True) if ranks.rank == 0 else []
     record = RunRecord(
         trainer.placement, trainer.machine, *run.ceiling,
-        resumed_from=trainer.start.resumed_from and str(trainer.start.resumed_from),
+        resumed_from=None if trainer.start.resumed_from is None else str(trainer.start.resumed_from),
         model=built.name, parameters=built.numel, learned=built.learned_numel,
         engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
