@@ -52,6 +52,7 @@ def shown(kind: Kind, terminal: bool) -> tuple[str, str]:
     display.step(METRICS, 10)
     display.line("half way")
     display.warning("careful")
+    display.notify("aliquot: SIGINT: the run saves and stops")
     display.step({"step": 4, "mfu": None}, 10)
     display.finish()
     texts: list[Any] = [console.file for console in (out, err)]
@@ -101,9 +102,8 @@ def test_while_a_run_is_evaluated_no_estimate_stands_still() -> None:
     display.step(METRICS, 10)
     display.evaluating(0, 4, seconds=0)
     display.evaluating(2, 4, seconds=30)
-    shown = [task.fields["eta"] for task in display._bars.tasks]
+    assert [task.fields["eta"] for task in display._bars.tasks] == ["", "ETA 30 s"]
     display.finish()
-    assert shown == ["", "ETA 30 s"]
 
 
 def test_lines_of_memory_break_between_ranks() -> None:
@@ -121,7 +121,8 @@ def test_live_on_a_terminal(kind: Kind) -> None:
     out, _ = shown(kind, terminal=True)
     assert "\x1b[" in out and "2.5000" in out and "12,346 tokens/s" in out and "half way" in out
     assert "0.75  learning rate 3.00e-04" in out and "loss 2.7500" in out and ("MFU 45 %" in out) == (kind == "verbose")
-    assert out.rstrip("\n\r").endswith("\x1b[?25h")  # the cursor is back
+    # The last drawing, which would have erased a line beside the view, shows the signal; then the cursor is back.
+    assert "SIGINT: the run saves" in out.rpartition("training")[2] and out.rstrip("\n\r").endswith("\x1b[?25h")
 
 
 def test_plain_on_a_terminal_stays_plain() -> None:

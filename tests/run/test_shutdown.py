@@ -95,7 +95,7 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
     assert process.returncode == 128 + SIGINT
     assert errors.splitlines() == [
         f"aliquot: {number.name}: the run saves and stops; a second signal ends it at once, losing 3 steps",
-        "aliquot: SIGINT is the second signal: ended, losing 3 steps",
+        "aliquot: the second signal: ended at once, losing 3 steps",
     ]
 
 
@@ -105,7 +105,7 @@ def test_first_signal_asks_and_second_ends(number: signal.Signals) -> None:
         (0.1, "hangs", RANK, [SIGINT], 1, ["not saved within checkpoint.grace_s = 0.1 s of SIGINT"]),
         (0.3, "hangs", COPYING, [SIGTERM], 143, ["stopped by SIGTERM after step 5, which is saved"]),
         (60, "hangs", COPYING, [SIGTERM, SIGINT], 130,
-         ["\naliquot: SIGINT is the second signal: ended after step 5, which is saved: start again to continue\n"]),
+         ["\naliquot: the second signal: ended after step 5, which is saved: start again to continue\n"]),
         (60, "hangs", BEFORE_ITS_FIRST_STEP, [SIGTERM], 143, ["before the first step was done: nothing is lost"]),
         (60, "saved", RANK, [SIGTERM], 143,
          ["after step 5, the last, which is saved: start again for the rest [terminated]"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -47,8 +48,12 @@ class Display:
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, _FILE_COLUMNS)
         self._quiet, self._verbose = kind == "quiet", kind == "verbose"
-        capable = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._is_live = kind in ("auto", "live", "verbose") and capable and enabled
+        self._is_live = (
+            kind in ("auto", "live", "verbose")
+            and enabled
+            and self._console.is_terminal
+            and not self._console.is_dumb_terminal
+        )
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -75,6 +80,14 @@ class Display:
         # If a live view uses the terminal, print through the console of the view. Other output would break the view.
         where = self._console if self._live is not None and self._errors.is_terminal else self._errors
         where.print(f"warning: {printable(text)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def notify(self, text: str) -> None:
+        """Show a line at once, from any thread: in the live view, whose next drawing overwrites other output."""
+        if self._live is None:
+            os.write(2, f"{text}\n".encode())  # the main thread may hold the lock of sys.stderr
+        else:
+            self._view.notice = text.removeprefix("aliquot: ")
+            self._live.refresh()
 
     def start_training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
         """Set the memory limits of a rank to show: of host memory, if known, and of the GPU."""
@@ -216,6 +229,7 @@ class LiveView:
         self.saving: int | None = None
         self.saved: str | None = None
         self.slow: Sequence[int] = ()
+        self.notice: str | None = None
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Set the metrics to show to those of a logged step."""
@@ -244,18 +258,20 @@ class LiveView:
         if self._verbose:
             texts["time"] = _parts(metrics)
         rows += [(label, Text(text.removeprefix(f"{label} "))) for label, text in texts.items() if text]
-        if metrics.get("memory_bytes"):
-            rows.append(("memory", _memory(metrics["memory_bytes"], self.limit_bytes, plain, width)))
-        if metrics.get("gpu_memory_bytes"):
-            rows.append(("GPU memory", _memory(metrics["gpu_memory_bytes"], self.gpu_bytes, plain, width)))
-        if self.saving is not None:
-            rows.append(("checkpoint", Text(f"saving step {self.saving} ...", style="cyan")))
-        elif self.saved is not None:
-            rows.append(("checkpoint", Text(self.saved)))
-        if self.slow:
-            ranks = ", ".join(str(rank) for rank in self.slow)
-            rows.append(("warning", Text(f"rank {ranks} is slow, the others wait for it", style="bold yellow")))
-        return rows
+        for label, name, limit in (
+            ("memory", "memory_bytes", self.limit_bytes),
+            ("GPU memory", "gpu_memory_bytes", self.gpu_bytes),
+        ):
+            if metrics.get(name):
+                rows.append((label, _memory(metrics[name], limit, plain, width)))
+        saving = self.saving is not None
+        slow = f"rank {', '.join(map(str, self.slow))} is slow, the others wait for it" if self.slow else None
+        states = (
+            ("checkpoint", f"saving step {self.saving} ..." if saving else self.saved, "cyan" if saving else ""),
+            ("stopping", self.notice, "bold yellow"),
+            ("warning", slow, "bold yellow"),
+        )
+        return rows + [(label, Text(text, style)) for label, text, style in states if text is not None]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -99,6 +99,8 @@ class Shutdown:
         describe_loss: Callable[[], str],
         announce_end: Callable[[str], None] = lambda _: None,
         has_mirror: bool = False,
+        notify: Callable[[str], object] = lambda text: os.write(2, f"{text}\n".encode()),
+        restore_terminal: Callable[[], None] = lambda: None,
     ) -> None:
         """Start to handle signals.
 
@@ -108,6 +110,8 @@ class Shutdown:
             describe_loss: returns what a second signal would lose; reads the last checkpoint in the run directory.
             announce_end: called with the reason before the process ends at once, to tell the other nodes.
             has_mirror: whether checkpoints are copied to `checkpoint.mirror`.
+            notify: shows a line at once; called in another thread, which must not wait for the main thread.
+            restore_terminal: called before the process ends at once, because a live view hides the cursor.
         """
         if threading.current_thread() is not threading.main_thread():
             raise TrainingError("signals come to the main thread alone: train there")
@@ -119,6 +123,7 @@ class Shutdown:
         self._speaks = speaks
         self._describe_loss = describe_loss
         self._announce_end = announce_end
+        self._notify, self._restore_terminal = notify, restore_terminal
         self._mirror = ", but not in checkpoint.mirror yet" if has_mirror else ""
         self._deadline: threading.Timer | None = None
         self._is_ending = False
@@ -167,15 +172,16 @@ class Shutdown:
         if (at_once := _POLICIES[phase].at_once) is not None:
             self._is_ending = True
             error = Terminated(number, at_once.format(step=step))
+            bounded_call(self._restore_terminal)
             bounded_call(partial(report_error, error))
             bounded_call(partial(self._announce_end, f"stopped by {signal.Signals(number).name}"))
             os._exit(error.exit_code)
         if not self.requested:
             self._request(number)
         elif ROUND not in os.environ and time.monotonic() > self._requested_at + REPEAT_S:
-            outcome = self._outcome()
-            ended = f"ended, {self._loss}" if outcome is None else f"ended {outcome}"
-            self._say(f"{signal.Signals(number).name} is the second signal: {ended}")
+            bounded_call(self._restore_terminal)
+            # torchrun forwards a second Ctrl-C as SIGTERM, so the line does not name the signal.
+            self._say(f"the second signal: ended {self._outcome() or f'at once, {self._loss}'}")
             os._exit(128 + number)
 
     def _request(self, number: int) -> None:
@@ -195,17 +201,13 @@ class Shutdown:
 
     def _say(self, text: str) -> None:
         if self._speaks:
-            # Write to the descriptor, because the main thread may hold the lock of sys.stderr.
-            bounded_call(partial(os.write, 2, f"aliquot: {text}\n".encode()))
+            bounded_call(partial(self._notify, f"aliquot: {text}"))
 
     def _end_late(self, number: int) -> None:
         """End the process because the grace period is over."""
-        error: TrainingError
-        if (outcome := self._outcome()) is not None:
-            error = Terminated(number, outcome)
-        else:
-            name = signal.Signals(number).name
-            error = TrainingError(f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {name}")
+        late = f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {signal.Signals(number).name}"
+        error = TrainingError(late) if (outcome := self._outcome()) is None else Terminated(number, outcome)
+        bounded_call(self._restore_terminal)
         bounded_call(partial(report_error, error))
         os._exit(error.exit_code)
 

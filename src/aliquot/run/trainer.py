@@ -168,6 +168,8 @@ class Trainer:
                 describe_loss=partial(_describe_loss, self.directory),
                 announce_end=self.liveness.heartbeat.announce_end,
                 has_mirror=config.checkpoint.mirror is not None,
+                notify=self.display.notify,
+                restore_terminal=self.display.finish,
             )
         )
         self.stop_poll = StopPoll(ranks, lambda: self.shutdown.requested)
