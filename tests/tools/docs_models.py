@@ -34,10 +34,11 @@ way was chosen, and why.
 
 **Published weights.** Published files may store weights under other names and in other pieces than the model in
 memory: for example each expert separately, or Pythia's head as `embed_out`. aliquot loads and exports these files as
-transformers does (`pytest -m long tests/models/test_every_type.py`). It also loads files of a larger model (the text
-part of Qwen3.5 or Llama 4) and of older versions of transformers. The exceptions are `hrm_text` and `inkling2_text`,
-whose published tensors combine several weights. These two types train from a configuration only; a run that should load
-their weights ends with an error, which names the missing tensors.
+transformers does (`pytest -m long tests/models/test_every_type.py`), also those of older versions of transformers. From
+the files of Qwen3.5, which has a vision part, it loads the text part if `config.json` is replaced by its `text_config`
+(`model_type: qwen3_5_text`); the text parts of Gemma 3 and Llama 4 cannot be loaded in this way. The exceptions are
+`hrm_text` and `inkling2_text`, whose published tensors combine several weights. These two types train from a
+configuration only; a run that should load their weights ends with an error, which names the missing tensors.
 
 **bf16.** `inkling2_text`, `minimax`, `xglm` and `xlstm` need `train.precision: fp32`, because their code multiplies
 fp32 buffers by weights. A run with bf16 says so before its first step. All other types train in bf16 (`pytest -m long
