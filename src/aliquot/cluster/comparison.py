@@ -46,24 +46,13 @@ _POD = (
     Field("subdomain", "name-resolution", one_of(None), "leave it out: JobSet sets the subdomain"),
     Field("hostname", "name-resolution", one_of(None), "leave it out: JobSet sets the host name"),
 )
+_ADMITS = Field(
+    "spec/stopPolicy", "queue", one_of(None, "None"), "stopPolicy: None", "{path} is {value}: the queue admits no job"
+)
 _QUEUES = {
-    "LocalQueue": (
-        Field(
-            "spec/stopPolicy",
-            "queue",
-            one_of(None, "None"),
-            "stopPolicy: None",
-            "{path} is {value}: the queue admits no job",
-        ),
-    ),
+    "LocalQueue": (_ADMITS,),
     "ClusterQueue": (
-        Field(
-            "spec/stopPolicy",
-            "queue",
-            one_of(None, "None"),
-            "stopPolicy: None",
-            "{path} is {value}: the queue admits no job",
-        ),
+        _ADMITS,
         Field(
             "spec/namespaceSelector",
             "queue",
@@ -128,7 +117,7 @@ def rendered_job(view: JobView, manifests: Sequence[ManifestObject]) -> Job | No
 
 def check_invariants(view: JobView, job: Job | None, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Check a job against what every run needs, and against its rendered twin if `job` is known."""
-    (twin,) = job_views(parsed(job)) if job is not None else (None,)
+    twin = next(iter(job_views(parsed(job))), None) if job is not None else None
     yield from judge_fields(_POD, view.pod, view.manifest, twin and twin.pod)
     if view.runtime is not None:
         yield from judge_fields(_RUNTIME, view.runtime.get(), view.runtime)
@@ -154,8 +143,10 @@ def _signals(view: JobView) -> Iterator[RuleFinding]:
         return
     if _LAST_EXEC.search(words[2]) is None:
         message = f"the command is `{words[0]} {words[1]} ...`: the shell keeps SIGTERM and the exit code to itself"
-        fix = "the command without a shell, or `exec aliquot train ...` without a pipe: the kubelet keeps the log"
-        yield finding("signals", view.manifest, message, fix)
+        yield finding(
+            "signals", view.manifest, message,
+            "the command without a shell, or `exec aliquot train ...` without a pipe: the kubelet keeps the log",
+        )  # fmt: skip
 
 
 # The ways in which a pod can end: description, exit code (None: no exit code), and the condition DisruptionTarget.
