@@ -108,8 +108,10 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     plans = [plan]
     if least is not None:
         plans.append(least)
-        shm, scratch = (max(getattr(item, f"{name}_bytes_per_node") for item in plans) for name in ("shm", "scratch"))
-        plan = replace(plan, shm_bytes_per_node=shm, scratch_bytes_per_node=scratch)
+        plan = replace(
+            plan, shm_bytes_per_node=max(plan.shm_bytes_per_node, least.shm_bytes_per_node),
+            scratch_bytes_per_node=max(plan.scratch_bytes_per_node, least.scratch_bytes_per_node),
+        )  # fmt: skip
     shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")

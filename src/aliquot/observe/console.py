@@ -82,12 +82,10 @@ class Display:
         where.print(f"warning: {printable(text)}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def notify(self, text: str) -> None:
-        """Show a line at once, from any thread: in the live view, whose next drawing overwrites other output."""
-        if self._live is None:
+        """Show a line soon, from any thread: in the live view, which is drawn four times a second, or on stderr."""
+        self._view.notice = text.removeprefix("aliquot: ")
+        if self._live is None or not self._errors.is_terminal:  # the view would overwrite a line on its terminal
             os.write(2, f"{text}\n".encode())  # the main thread may hold the lock of sys.stderr
-        else:
-            self._view.notice = text.removeprefix("aliquot: ")
-            self._live.refresh()
 
     def start_training(self, limit_bytes: int | None, gpu_bytes: int | None = None) -> None:
         """Set the memory limits of a rank to show: of host memory, if known, and of the GPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -41,8 +42,9 @@ def introduce(trainer: Trainer) -> RunRecord:
         engine=trainer.model.engine_name, plan=trainer.ledger.plan, data={"summary": data, "samples": samples},
     )  # fmt: skip
     connections = group_lines(ranks, trainer.model.engine.transport)
-    parent = Path(f"/proc/{os.getppid()}/cmdline")  # absent in a container whose first process this is
-    command = parent.read_bytes() if parent.exists() else b""
+    command = b""
+    with suppress(OSError):  # a container may hide the parent process, or have none
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     notes = [*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s, command)]
     if not run.config.train.drops and has_dropout(run.source.config, run.config.adapter):
         notes.append("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
