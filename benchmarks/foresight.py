@@ -208,7 +208,7 @@ def _cores() -> int:
 
 def wire() -> list[Row]:
     """Count the bytes between two hosts with one rank each (benchmarks/wire.py), and compare them with the plan."""
-    from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+    from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
     from aliquot.config.read_config import validate
     from aliquot.distributed.topology import RankLayout
@@ -240,7 +240,7 @@ def wire() -> list[Row]:
     )
     shape = shaped_model(run).shape
     for engine in counted.WHO.values():
-        with two_hosts() as hosts:
+        with switched_hosts(2) as hosts:
             environ = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
             prefixes = [host.command() for host in hosts]
             script = str(Path(counted.__file__))

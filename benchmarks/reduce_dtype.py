@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.multinode.namespaces import INTERFACE, Host, two_hosts, why_not
+from tests.multinode.namespaces import INTERFACE, Host, switched_hosts, why_not
 
 from benchmarks import smoke
 from benchmarks.report import Row, finish, target
@@ -43,7 +43,7 @@ def main() -> None:
     if (reason := why_not()) is not None:
         sys.exit(reason)
     losses: dict[str, list[float]] = {kind: [] for kind in KINDS if given.nudged or "nudged" not in kind}
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         for seed in given.seeds:
             for kind, found in losses.items():
                 found.append(run(given, hosts, *KINDS[kind], seed))
@@ -68,7 +68,7 @@ def main() -> None:
     finish(f"gradients between hosts, {given.steps} steps", rows, targets, given.json)
 
 
-def run(given: argparse.Namespace, hosts: tuple[Host, Host], dtype: str, rate: float, seed: int) -> float:
+def run(given: argparse.Namespace, hosts: list[Host], dtype: str, rate: float, seed: int) -> float:
     lines = metrics_of(
         seed,
         nodes=[host.command() for host in hosts],

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.multinode.namespaces import INTERFACE, two_hosts, why_not
+from tests.multinode.namespaces import INTERFACE, switched_hosts, why_not
 
 from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, deepspeed_seconds, quiet, sent_when_still
@@ -39,7 +39,7 @@ def main() -> None:
         row: Row = {"who": name, "one_host_mb": mb(run_world(__file__, RANKS, who, "lo"), on_one=True)}
         row["two_hosts_mb"] = None
         if why_not() is None:
-            with two_hosts() as hosts:
+            with switched_hosts(2) as hosts:
                 environ = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": INTERFACE}
                 prefixes = [host.command() for host in hosts]
                 found = run_world(__file__, RANKS, who, INTERFACE, environ=environ, prefixes=prefixes)

@@ -21,7 +21,8 @@ from aliquot.distributed.gloo_interface import (
     interface_towards,
     listening_address,
 )
-from aliquot.distributed.store_server import allow_open_files, check_connection
+from aliquot.distributed.rendezvous import single_node
+from aliquot.distributed.store_server import allow_open_files, check_connection, connection_failure
 from tests.tensor_io.world import run_world
 
 OTHER = next((name for name in psutil.net_if_addrs() if name != "lo" and address_of(name) != "no address"), None)
@@ -46,6 +47,8 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
     # A host's own name may resolve to loopback, where no other host reaches it; this one looks for it elsewhere, too.
     assert listening_address("127.0.1.1") == address_here("127.0.1.1") == own == group_address()
     assert listening_address("203.0.113.1") == own, "behind a translated address"
+    group = single_node()
+    assert group.address == own and connection_failure(group.address, group.port) is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     with pytest.raises(RendezvousError, match="GLOO_SOCKET_IFNAME is eth77"):
         group_address()
@@ -55,14 +58,14 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("commands", "expected"),
     [
-        ([], "cannot reach itself at 127.0.0.1: Network is unreachable. Bring up its loopback interface"),
-        (["link set lo up"], "127.0.0.1"),
+        ([], "cannot reach itself: its loopback interface is down, or has no address"),
+        (["link set lo up"], "127.0.0.1 127.0.0.1"),
         (
             [
                 "link set lo up", "link add v0 type veth peer name v1", "link set v1 up", "link set v0 up",
-                "address add fd00::1/64 dev v0 nodad",
+                "address add fd00::1/64 dev v0 nodad", "address delete 127.0.0.1/8 dev lo",
             ],
-            "fd00::1",
+            "fd00::1 ::1",
         ),
     ],
 )  # fmt: skip
@@ -71,7 +74,7 @@ def test_address_of_a_node_without_ipv4_or_loopback(commands: list[str], expecte
         ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
         for command in commands:
             subprocess.run(["ip", *command.split()], check=False)
-        return group_address()
+        return f"{group_address()} {single_node().address}"
 
     (answer,) = run_world(1, address)
     assert expected in str(answer)

@@ -42,10 +42,13 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def switched_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
-    """Joined by a switch, which is one more namespace; `rate`: of each host's link, in both directions."""
+def switched_hosts(count: int, rate: str | None = None, network: str = "10.77.0.") -> Iterator[list[Host]]:
+    """Joined by a switch, which is one more namespace.
+
+    `rate`: of each host's link, in both directions. `network`: `fd77::` makes hosts without IPv4.
+    """
     mark = secrets.token_hex(3)
-    hosts = [Host(f"aliquot-{mark}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    hosts = [Host(f"aliquot-{mark}-{number}", f"{network}{number + 1}") for number in range(count)]
     switch = switch_of(hosts[0])
     try:
         for host in (switch, *hosts):
@@ -60,40 +63,19 @@ def switched_hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
                 "type", "veth", "peer", "name", port, "netns", switch.namespace,
             )  # fmt: skip
             _run(*switch.command("ip", "link", "set", port, "master", "bridge", "up"))
-            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
             _run(*host.command("ip", "link", "set", INTERFACE, "up"))
             _run(*host.command("ip", "link", "set", "lo", "up"))
+            if ":" in network:
+                _run(*host.command("ip", "addr", "add", f"{host.address}/64", "dev", INTERFACE, "nodad"))
+                _run(*host.command("ip", "addr", "del", "127.0.0.1/8", "dev", "lo"))
+            else:
+                _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
             if rate is not None:
                 _limit(host, INTERFACE, rate)
                 _limit(switch, port, rate)
         yield hosts
     finally:
         for host in (*hosts, switch):
-            with suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "del", host.namespace)
-
-
-@contextmanager
-def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
-    """`rate`: of the link, as tc writes it, for example 1gbit."""
-    mark = secrets.token_hex(3)
-    hosts = tuple(Host(f"aliquot-{mark}-{number}", f"10.77.0.{number + 1}") for number in range(2))
-    try:
-        for host in hosts:
-            _run("ip", "netns", "add", host.namespace)
-        _run(
-            "ip", "link", "add", INTERFACE, "netns", hosts[0].namespace,
-            "type", "veth", "peer", "name", INTERFACE, "netns", hosts[1].namespace,
-        )  # fmt: skip
-        for host in hosts:
-            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
-            _run(*host.command("ip", "link", "set", INTERFACE, "up"))
-            _run(*host.command("ip", "link", "set", "lo", "up"))
-            if rate is not None:
-                _limit(host, INTERFACE, rate)
-        yield hosts  # type: ignore[misc]
-    finally:
-        for host in hosts:
             with suppress(subprocess.CalledProcessError):
                 _run("ip", "netns", "del", host.namespace)
 

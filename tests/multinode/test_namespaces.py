@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.multinode.namespaces import Host, environment, two_hosts, why_not
+from tests.multinode.namespaces import Host, environment, switched_hosts, why_not
 from tests.runs import curve, has_steps, trained, wait_for, write_config
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -25,7 +25,7 @@ def start(host: Host, config: Path, *overrides: str, before: Sequence[str] = ())
 
 
 def on_both(
-    hosts: tuple[Host, Host], config: Path, *overrides: str, before: Mapping[int, Sequence[str]] = MappingProxyType({})
+    hosts: list[Host], config: Path, *overrides: str, before: Mapping[int, Sequence[str]] = MappingProxyType({})
 ) -> list[tuple[int, str]]:
     """Exit code and output of each host's launcher. `before`: what a host starts, with its launcher as arguments."""
     nodes = [
@@ -58,7 +58,7 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     one = write_config(tmp_path, "one", shard=shard, launch={"ranks": 2 * ranks})
     trained(one)
     two = write_config(tmp_path, "two", shard=shard, launch={"ranks": ranks, "nodes": 2, "device": "cpu"})
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         (code, output), (other_code, other_output) = on_both(hosts, two)
     assert (code, other_code) == (0, 0), output + other_output
     assert "gloo between hosts" in output
@@ -68,13 +68,24 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     assert len(found) == 6
 
 
+# The short case is in tests/distributed/test_gloo_interface.py.
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [2, "2:2"])
+def test_two_hosts_without_ipv4(tmp_path: Path, nodes: int | str) -> None:
+    config = write_config(tmp_path, launch={"nodes": nodes, "device": "cpu"}, train={"max_steps": 2})
+    with switched_hosts(2, network="fd77::") as hosts:
+        (code, output), (other_code, other_output) = on_both(hosts, config)
+    assert (code, other_code) == (0, 0), output + other_output
+    assert "aliquot0 fd77::1" in output + other_output and len(curve(tmp_path / "run")) == 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["host", "fsdp"])
 def test_stop_signal_of_one_host_ends_both_within_a_step(tmp_path: Path, engine: str) -> None:
     sections = {"train": {"max_steps": 3, "global_batch_size": 2000}, "shard": {"engine": engine}}
     trained(write_config(tmp_path, "one", **sections))
     config = write_config(tmp_path, "two", **sections, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         at = f"launch.master_address={hosts[0].address}", "launch.master_port=29511"
         nodes = [start(host, config, f"launch.node_rank={number}", *at) for number, host in enumerate(hosts)]
         wait_for(lambda: has_steps(tmp_path / "two", 1), nodes[0])
@@ -93,7 +104,7 @@ def test_gradients_in_bf16_of_a_tied_model(tmp_path: Path) -> None:
     model = {"config": {"model_type": "llama", **shape, "max_position_embeddings": 64, "tie_word_embeddings": True}}
     shard = {"engine": "host", "reduce_dtype": "bf16"}
     two = write_config(tmp_path, model=model, shard=shard, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         (code, output), (other_code, other_output) = on_both(hosts, two)
     assert (code, other_code) == (0, 0), output + other_output
     assert len(curve(tmp_path / "run")) == 6
@@ -103,7 +114,7 @@ def test_gradients_in_bf16_of_a_tied_model(tmp_path: Path) -> None:
 def test_fsdp_reports_its_transport_between_hosts(tmp_path: Path) -> None:
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
     config = write_config(tmp_path, shard={"engine": "fsdp"}, launch=launch, train={"max_steps": 1})
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         (code, output), (other_code, other_output) = on_both(hosts, config, "shard.collectives=shared_memory")
         assert (code, other_code) == (2, 2), output + other_output
         assert "shard.collectives: shared_memory is for CPU ranks of one host" in output
@@ -119,7 +130,7 @@ def test_round_robin_ranks_use_tokens_of_their_host(tmp_path: Path) -> None:
     caches = [tmp_path / f"cache-{number}" for number in range(2)]
     for cache in caches:
         cache.mkdir()
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         world = {"WORLD_SIZE": "4", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29511"}
         ranks = []
         for rank in range(4):
@@ -150,7 +161,7 @@ def test_node_without_newest_checkpoint_is_named(
     launch = {"ranks": 1, "nodes": 2, "device": "cpu"}
     every = {"every": 2, "export": False}
     config = write_config(tmp_path, shard={"engine": "host"}, launch=launch, checkpoint=every)
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         assert [code for code, _ in on_both(hosts, config, "train.max_steps=4")] == [0, 0]
         shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "another")
         other = tmp_path / instead if instead is not None else None

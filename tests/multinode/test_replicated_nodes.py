@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aliquot.checkpoint.directories import complete_directories
-from tests.multinode.namespaces import kill, two_hosts, why_not
+from tests.multinode.namespaces import kill, switched_hosts, why_not
 from tests.multinode.test_namespaces import on_both, start
 from tests.runs import curve, trained, write_config
 
@@ -38,7 +38,7 @@ def test_killed_run_continues_at_other_layouts(tmp_path: Path) -> None:
     trained(write_config(tmp_path, "whole", **settings(), shard={"engine": "fsdp"}))
     config = write_config(tmp_path, "disturbed", **settings(), shard=FSDP, launch=TWO_BY_TWO)
     checkpoints = tmp_path / "disturbed/checkpoints"
-    with two_hosts("10mbit") as hosts:  # slow, so that the run lasts until it is killed
+    with switched_hosts(2, "10mbit") as hosts:  # slow, so that the run lasts until it is killed
         nodes = [
             start(host, config, f"launch.node_rank={number}", f"launch.master_address={hosts[0].address}")
             for number, host in enumerate(hosts)
@@ -54,7 +54,7 @@ def test_killed_run_continues_at_other_layouts(tmp_path: Path) -> None:
     reached = len(curve(tmp_path / "disturbed"))
     assert reached < 25, "the run was over before it was killed"
     trained(config, "launch.nodes=1", "launch.ranks=3", "shard.replicate=none", "train.max_steps=30")
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         assert [code for code, _ in on_both(hosts, config)] == [0, 0]
     assert curve(tmp_path / "disturbed") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
 
@@ -67,7 +67,7 @@ def test_cable_carries_the_planned_bytes(tmp_path: Path) -> None:
         config = write_config(
             tmp_path, f"run-{steps}", **sections, model={"config": LARGER}, shard=FSDP, launch=TWO_BY_TWO
         )
-        with two_hosts() as hosts:
+        with switched_hosts(2) as hosts:
             outcomes = on_both(hosts, config, "checkpoint.every=0")
             assert [code for code, _ in outcomes] == [0, 0], outcomes
             sent.append(sum(host.sent_bytes() for host in hosts))

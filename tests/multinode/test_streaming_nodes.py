@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import runs
-from tests.multinode.namespaces import kill, two_hosts, why_not
+from tests.multinode.namespaces import kill, switched_hosts, why_not
 from tests.multinode.test_namespaces import not_seeing, on_both, start
 from tests.run.test_streaming_run import config, corpus
 
@@ -30,7 +30,7 @@ def test_weighted_streams_on_two_hosts(tmp_path: Path) -> None:
     for cache in caches:
         cache.mkdir()
     elsewhere = not_seeing(caches[0], instead=caches[1])
-    with two_hosts("10mbit") as hosts:  # slow, so that the run lasts until it is killed
+    with switched_hosts(2, "10mbit") as hosts:  # slow, so that the run lasts until it is killed
         nodes = [
             start(host, two, f"launch.node_rank={number}", f"launch.master_address={hosts[0].address}", before=before)
             for number, (host, before) in enumerate(zip(hosts, ((), elsewhere), strict=True))
@@ -43,7 +43,7 @@ def test_weighted_streams_on_two_hosts(tmp_path: Path) -> None:
         for node in nodes:
             node.communicate(timeout=20)
     assert len(runs.curve(tmp_path / "nodes/two")) < 40, "the run was over before it was killed"
-    with two_hosts() as hosts:
+    with switched_hosts(2) as hosts:
         outcomes = on_both(hosts, two, before={1: elsewhere})
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert "resuming from" in outcomes[0][1]

@@ -25,7 +25,7 @@ import psutil
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import RendezvousError, TrainingError
 from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wait_for_server
-from aliquot.distributed.gloo_interface import group_address
+from aliquot.distributed.gloo_interface import address_of, group_address, listen
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
 from aliquot.distributed.local_group import RankProgram, run_local_ranks
@@ -34,7 +34,7 @@ from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
-from aliquot.distributed.store_server import UNSERVED, check_connection, connection_failure, listen
+from aliquot.distributed.store_server import UNSERVED, check_connection, connection_failure
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -265,7 +265,7 @@ class _Node:
 
     def _reach(self, claim: Claim) -> _Link | None:
         is_leader = self._leader is not None and self._leader.leads(claim)
-        for address in ("127.0.0.1",) if is_leader else claim.addresses:
+        for address in (address_of("lo"),) if is_leader else claim.addresses:
             with suppress(OSError):
                 peer = Peer(socket.create_connection((address, claim.port), timeout=_CONNECT_S))
                 peer.send(
@@ -320,14 +320,15 @@ def _listen(address: str) -> list[socket.socket]:
         except OSError as error:
             raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
         check_connection(address, first.getsockname()[1])
-        if address == "127.0.0.1":
+        loopback = address_of("lo")
+        if address == loopback:
             return [first]
         with suppress(OSError):  # the port is taken on loopback
-            listeners = [first, listen("127.0.0.1", first.getsockname()[1])]
-            check_connection("127.0.0.1", first.getsockname()[1])
+            listeners = [first, listen(loopback, first.getsockname()[1])]
+            check_connection(loopback, first.getsockname()[1])
             return listeners
         first.close()
-    raise RendezvousError(f"no port is free both on {address} and on 127.0.0.1")
+    raise RendezvousError(f"no port is free both on {address} and on loopback")
 
 
 def _print(lines: list[str] | tuple[str, ...]) -> None:

@@ -43,13 +43,14 @@ def listening_address(master: str) -> str:
     """Return the address that the server of a group listens on; other processes know the server as `master`.
 
     The result is the address of `master` if this machine has that address. Otherwise the result is the address of the
-    group's interface, because `master` may resolve to loopback or to a NAT address of another machine. Raises OSError
-    if `master` does not resolve.
+    group's interface, because `master` may resolve to loopback or to a NAT address of another machine. Without a chosen
+    interface, loopback is the address of `lo`, which is ::1 on a machine without IPv4. Raises OSError if `master` does
+    not resolve.
     """
-    address = str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0])
+    address = _resolve(master)
     chosen = gloo_interface()
     if _is_loopback(address):
-        return address if chosen is None else address_of(chosen)
+        return address_of(chosen or "lo")
     return address if _interface_of(address) is not None else address_of(chosen or interface_towards(master))
 
 
@@ -59,10 +60,15 @@ def address_here(master: str) -> str:
     If `master` is this machine, its name may resolve to loopback, although the server listens on another address.
     """
     try:
-        is_local = _is_loopback(str(socket.getaddrinfo(master, 1, type=socket.SOCK_STREAM)[0][4][0]))
+        is_local = _is_loopback(_resolve(master))
     except OSError:
         return master
     return listening_address(master) if is_local else master
+
+
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Listen on `address` only. Port 0 takes a free port. Raises OSError."""
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 def group_address() -> str:
@@ -80,6 +86,10 @@ def active_interfaces() -> list[str]:
     """Return the interfaces that are up and that other machines may reach at an IPv4 or IPv6 address."""
     up = (name for name, state in psutil.net_if_stats().items() if state.isup)
     return [name for name in up if not address_of(name).startswith(("127.", "::1", _LINK_LOCAL, _NO_ADDRESS))]
+
+
+def _resolve(name: str) -> str:
+    return str(socket.getaddrinfo(name, 1, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _is_loopback(address: str) -> bool:
@@ -106,25 +116,24 @@ def choose_interface(topology: Topology) -> None:
 def check_network() -> None:
     """Raise an error if gloo cannot run here.
 
-    The reason is a host name that gloo cannot read, no loopback, or an unknown interface in GLOO_SOCKET_IFNAME.
+    The reason is a host name that gloo cannot read, no loopback, or an interface without an address in
+    GLOO_SOCKET_IFNAME.
     """
     if len(host := socket.gethostname()) > _LONGEST_HOST_NAME:
         raise LaunchError(
             f"the name of this host, {host}, has {len(host)} characters: torch reads at most {_LONGEST_HOST_NAME}. Give"
             " the machine or the container a shorter name"
         )
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("127.0.0.1", 1))  # connecting a UDP socket sends nothing
-    except OSError as error:
+    if interface_towards(address_of("lo")) is None:
         raise LaunchError(
-            f"this machine cannot reach itself at 127.0.0.1: {error.strerror}. Bring up its loopback interface (ip link"
-            " set lo up; ip address add 127.0.0.1/8 dev lo)"
-        ) from None
-    name, known = gloo_interface(), sorted(psutil.net_if_addrs())
-    if name is not None and name not in known:
+            "this machine cannot reach itself: its loopback interface is down, or has no address. Bring up the"
+            " interface (ip link set lo up; ip address add 127.0.0.1/8 dev lo)"
+        )
+    name = gloo_interface()
+    if name is not None and address_of(name) == _NO_ADDRESS:
+        usable = ", ".join(known for known in sorted(psutil.net_if_addrs()) if address_of(known) != _NO_ADDRESS)
         raise RendezvousError(
-            f"GLOO_SOCKET_IFNAME is {name}, but the interfaces of this machine are {', '.join(known)}"
+            f"GLOO_SOCKET_IFNAME is {name}, but the interfaces of this machine with an address are {usable}"
         )
 
 
@@ -135,7 +144,7 @@ def address_of(interface: str | None) -> str:
     """
     if interface is None:
         try:
-            return socket.gethostbyname(socket.gethostname())
+            return _resolve(socket.gethostname())
         except OSError:
             return _NO_ADDRESS
     addresses = sorted(

@@ -33,16 +33,14 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import LaunchError, NodesDifferError, RendezvousError
 from aliquot.distributed.collectives.peers import host_identity
-from aliquot.distributed.gloo_interface import address_of, gloo_interface
+from aliquot.distributed.gloo_interface import address_of, check_network, gloo_interface, listen, listening_address
 from aliquot.distributed.run_secret import SECRET_FILE, SECRET_VARIABLE, new_secret
 from aliquot.distributed.signed_store import SignedStore, sign_store
 from aliquot.distributed.store_server import (
     CONNECT_TIMEOUT_S,
     STORE_TIMEOUT_S,
     Deadline,
-    check_host_name,
     connection_failure,
-    listen,
     open_store,
     serve_store,
     wrong_master_address,
@@ -73,9 +71,13 @@ class NodeGroup:
 
 
 def single_node() -> NodeGroup:
-    """Return the group of a single node: a store on loopback, with a secret that only this launcher knows."""
-    server, secret, run_id = serve_store("127.0.0.1", 0), new_secret(), new_secret()
-    return NodeGroup(SignedStore(server, secret, run_id), "127.0.0.1", server.port, 0, 1, run_id, secret)
+    """Return the group of a single node: a store on loopback, with a secret that only this launcher knows.
+
+    The store listens on the interface in GLOO_SOCKET_IFNAME if set, as gloo does.
+    """
+    check_network()
+    server, secret, run_id = serve_store(listening_address("127.0.0.1"), 0), new_secret(), new_secret()
+    return NodeGroup(SignedStore(server, secret, run_id), server.host, server.port, 0, 1, run_id, secret)
 
 
 def meet_nodes(launch: LaunchSection, automatic: bool, secret: str) -> tuple[NodeGroup, int]:
@@ -104,8 +106,6 @@ def meet_round(launch: LaunchSection, nodes: int, run_id: str, secret: str, time
 
     No entries are exchanged, because the leader of the round has already given every node its number.
     """
-    if nodes == 1:
-        return single_node()
     store = open_store(
         launch.master_address, launch.master_port, launch.node_rank == 0, Deadline(timeout_s), "node 0 of the round"
     )
@@ -191,11 +191,7 @@ def _has_local_ranks(environ: Mapping[str, str]) -> bool:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT.
-
-    Raises UserError for bad values on every rank, because the other ranks would otherwise wait for rank 0.
-    """
-    check_host_name(environ["MASTER_ADDR"])
+    """Return MASTER_ADDR and MASTER_PORT. Raises UserError."""
     return environ["MASTER_ADDR"], port_variable(environ, "MASTER_PORT", 29500)
 
 

@@ -20,7 +20,7 @@ import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from aliquot.core.errors import LaunchError, RendezvousError
-from aliquot.distributed.gloo_interface import address_here, listening_address
+from aliquot.distributed.gloo_interface import address_here, listen, listening_address
 from aliquot.distributed.rank_errors import bounded_value
 
 CONNECT_TIMEOUT_S = 5.0
@@ -57,8 +57,10 @@ class Deadline:
 def open_store(address: str, port: int, is_server: bool, deadline: Deadline, server_name: str) -> TCPStore:
     """Serve the store at `address`, or connect to it once `server_name` ("node 0") serves it.
 
-    Raises RendezvousError if that fails, or if no store of this run answers before the deadline.
+    Raises RendezvousError if that fails, if `address` is not a valid host name, or if no store of this run answers
+    before the deadline.
     """
+    _check_host_name(address)  # first on every rank, because other ranks would wait for rank 0
     if is_server:
         return serve_store(_server_address(address, deadline), port)
     while failure := connection_failure(address, port):
@@ -106,11 +108,6 @@ def serve_store(address: str, port: int) -> TCPStore:
     return server
 
 
-def listen(address: str, port: int = 0) -> socket.socket:
-    """Listen on `address` only. Port 0 takes a free port. Raises OSError."""
-    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-
-
 def allow_open_files() -> None:
     """Let this process open as many files as the system allows: a connection to every rank needs a descriptor.
 
@@ -126,11 +123,7 @@ def allow_open_files() -> None:
 
 
 def connection_failure(address: str, port: int) -> str | None:
-    """Return why no connection to `address`:`port` is possible, or None if a connection is possible.
-
-    Raises RendezvousError if `address` is not a valid host name, so that retrying is useless.
-    """
-    check_host_name(address)
+    """Return why no connection to `address`:`port` is possible, or None if a connection is possible."""
     try:
         socket.create_connection((address_here(address), port), timeout=CONNECT_TIMEOUT_S).close()
     except socket.gaierror:
@@ -153,7 +146,7 @@ def check_connection(address: str, port: int) -> None:
         )
 
 
-def check_host_name(address: str) -> None:
+def _check_host_name(address: str) -> None:
     """Raise RendezvousError unless `address` is a valid host name or address."""
     try:
         if not _HOST_NAME.fullmatch(address):
@@ -173,7 +166,6 @@ def wrong_master_address(address: str, reason: str) -> RendezvousError:
 
 def _server_address(master: str, deadline: Deadline) -> str:
     """Return the address that the server listens on; wait until the name `master` resolves."""
-    check_host_name(master)
     while True:
         try:
             return listening_address(master)

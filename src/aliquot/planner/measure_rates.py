@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
+from aliquot.distributed.gloo_interface import address_of, listen
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -167,8 +169,8 @@ def _call_s(buffer: Tensor, clock: Callable[[], float]) -> float:
 
 def _socket_rate() -> float:
     """Return the bytes/s of loopback TCP. One process sends and receives, as gloo does in each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sender = socket.create_connection(listener.getsockname())
+    with listen(address_of("lo")) as listener:
+        sender = socket.create_connection(listener.getsockname()[:2])
         receiver, _ = listener.accept()
     with sender, receiver:
         thread = threading.Thread(target=sender.sendall, args=(bytes(_SOCKET_BYTES),))
