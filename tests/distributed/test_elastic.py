@@ -43,7 +43,7 @@ from aliquot.observe.run_directory import RunDirectory
 from tests.runs import command, curve, refused, trained, write_config
 from tests.tools import warm
 
-CLAIM = Claim(1, "host", ("127.0.0.1",), 0, "word")
+CLAIM = Claim(1, "host", "127.0.0.1", 0, "word")
 
 
 def test_nodes_are_a_number_or_a_range(tmp_path: Path) -> None:
@@ -140,6 +140,15 @@ def test_lock_of_an_older_round_is_ignored(tmp_path: Path, monkeypatch: pytest.M
 MARK = '{"train.global_batch_size": 8, "version of torch": "2.13"}'
 
 
+SENT = bytearray()  # all that nodes have sent
+
+
+class RecordedSocket(socket.socket):
+    def sendall(self, data: bytes) -> None:  # type: ignore[override]
+        SENT.extend(data)
+        super().sendall(data)
+
+
 class Nodes:
     """A leader, and nodes that are connections only."""
 
@@ -151,13 +160,15 @@ class Nodes:
         Claims(folder).make(self.claim)
         run = ElasticRun(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
-        self.leader = Leader(Claims(folder), self.claim, [listener], "a", section, run, PreviousRound(None, []))
+        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, PreviousRound(None, []))
 
     def come(self, name: str, mark: str = MARK) -> Peer:
-        peer = Peer(socket.create_connection(("127.0.0.1", self.claim.port)))
+        connection = socket.create_connection(("127.0.0.1", self.claim.port))
+        peer = Peer(RecordedSocket(fileno=connection.detach()), "word")
         self.peers.append(peer)
-        peer.send("hello", nonce="word", id=name, host=name, ranks=1, automatic=False, mark=mark)
-        assert self.next(peer) == {"what": "hello", "nonce": "word"}
+        assert peer.receive(10) == []  # the leader's nonce
+        peer.send("hello", id=name, host=name, ranks=1, automatic=False, mark=mark)
+        assert self.next(peer) == {"what": "hello"}
         return peer
 
     def next(self, peer: Peer) -> Message:
@@ -233,14 +244,17 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
     [
         b"[" * 60_000 + b"\n",
         b"{" * 100_000,
-        b'{"what": "hello", "nonce": ["word"]}\n',
-        b'{"what": "hello", "nonce": "\\ud800"}\n',
+        b"0" * 32 + b'\n{"what": "hello"}\n',
+        b"0" * 32 + b"\n" + b"\xff" * 100 + b"\n",
         b'{"what": "ended", "round": 1, "report": {"code": 2, "lines": ["evil"]}}\n',
         b'{"what": ' + b"9" * 5000 + b"}\n",
         os.urandom(5000) + b"\n",
+        SENT,
     ],
+    ids=range(8),
 )
 def test_stranger_packet_ends_no_round(nodes: Nodes, packet: bytes) -> None:
+    SENT.clear()
     a, b = nodes.come("a"), nodes.come("b")
     assert nodes.whats(a, b) == ["start"] * 2
     with socket.create_connection(("127.0.0.1", nodes.claim.port)) as stranger:
@@ -292,6 +306,7 @@ def test_lease_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     Claims(tmp_path).make(CLAIM)
     (file,) = (tmp_path / leader_lease.ROUNDS).glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert CLAIM.nonce not in CLAIM.run_id(1) != CLAIM.run_id(2), "keys of the store contain the id of a round"
 
 
 def test_larger_part_of_split_nodes_leads_first(nodes: Nodes) -> None:

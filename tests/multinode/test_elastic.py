@@ -169,7 +169,7 @@ def disturbed(folder: Path, events: int, seed: int, network_files: bool = False)
 
 def leader(directory: Path) -> str:
     newest = newest_round(directory)
-    return str(json.loads((directory / ".rounds" / f"{newest:08d}.json").read_text())["addresses"][0])
+    return str(json.loads((directory / ".rounds" / f"{newest:08d}.json").read_text())["address"])
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ import psutil
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import RendezvousError, TrainingError
 from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wait_for_server
-from aliquot.distributed.gloo_interface import address_of, group_address, listen
+from aliquot.distributed.gloo_interface import group_address, listen
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
 from aliquot.distributed.local_group import RankProgram, run_local_ranks
@@ -41,7 +41,6 @@ _CONNECT_S = 2.0
 _SEEN_S = 2.0  # an expired lease must also be unchanged for this long by the clock of this node, because clocks differ
 _MEET_S = 60.0  # timeout of a round's rendezvous: all its members are alive and start together
 _REPORT_INTERVAL_S = 30.0
-_PORTS = 20  # number of ports that a new leader tries
 
 
 def start_elastic_ranks(
@@ -108,8 +107,7 @@ def _run_round(node: _Node, order: Message, launch: LaunchSection, program: Rank
     try:
         wait_for_server()
         node.link.in_round.set()
-        run_id = f"{node.link.claim.nonce}-{order['round']}"
-        group = meet_round(round_launch, order["nodes"], run_id, secret, _MEET_S)
+        group = meet_round(round_launch, order["nodes"], node.link.claim.run_id(order["round"]), secret, _MEET_S)
         return run_local_ranks(order["ranks"], group, program, order["round"])
     except (RendezvousError, TrainingError) as error:
         return Ended(1, (f"aliquot: {error.line}",), "crash", error.id)
@@ -264,18 +262,16 @@ class _Node:
             time.sleep(_POLL_S)
 
     def _reach(self, claim: Claim) -> _Link | None:
-        is_leader = self._leader is not None and self._leader.leads(claim)
-        for address in (address_of("lo"),) if is_leader else claim.addresses:
-            with suppress(OSError):
-                peer = Peer(socket.create_connection((address, claim.port), timeout=_CONNECT_S))
-                peer.send(
-                    "hello", nonce=claim.nonce, id=self._id, host=platform.node(), ranks=self._launch.ranks,
-                    automatic=self._automatic, mark=self._run.mark,
-                )  # fmt: skip
-                answer = peer.receive(_CONNECT_S)
-                if answer and answer[0].get("nonce") == claim.nonce:  # otherwise another program answers there
-                    return _Link(claim, peer, answer[1:])
-                peer.close()
+        with suppress(OSError):
+            peer = Peer(socket.create_connection((claim.address, claim.port), timeout=_CONNECT_S), claim.nonce)
+            peer.receive(_CONNECT_S)  # the nonce of the leader, without which a message cannot be signed
+            peer.send(
+                "hello", id=self._id, host=platform.node(), ranks=self._launch.ranks, automatic=self._automatic,
+                mark=self._run.mark,
+            )  # fmt: skip
+            if answer := peer.receive(_CONNECT_S):  # otherwise another program listens there
+                return _Link(claim, peer, answer[1:])
+            peer.close()
         return None
 
     def _is_gone(self, claim: Claim) -> bool:
@@ -290,45 +286,27 @@ class _Node:
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """Become the leader of the next round; None if another node was first."""
-        listeners = _listen(group_address())
-        address, port = listeners[0].getsockname()[:2]
+        address = group_address()
+        try:
+            listener = listen(address)
+        except OSError as error:
+            raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
+        port = listener.getsockname()[1]
+        check_connection(address, port)
         number = 1 if newest is None else newest.number + 1
-        claim = Claim(number, platform.node(), (address,), port, secrets.token_hex(16))
+        claim = Claim(number, platform.node(), address, port, secrets.token_hex(16))
         if not self._claims.make(claim):
-            for listener in listeners:
-                listener.close()
+            listener.close()
             return None
         # If this node has been in no round yet, the user may have restarted the run: then no leader was lost.
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
         previous = PreviousRound(self._last, reasons)
-        self._leader = Leader(self._claims, claim, listeners, self._id, self._launch, self._run, previous)
+        self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, previous)
         return self._reach(claim)
 
 
 def _is_finished(claims: Claims, run: ElasticRun) -> bool:
     return run.whole() and is_finished(claims.directory, run.finish_mark())
-
-
-def _listen(address: str) -> list[socket.socket]:
-    """Listen on `address`, and at the same port on loopback, where this node reaches its own leader.
-
-    Raises RendezvousError.
-    """
-    for _ in range(_PORTS):
-        try:
-            first = listen(address)
-        except OSError as error:
-            raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
-        check_connection(address, first.getsockname()[1])
-        loopback = address_of("lo")
-        if address == loopback:
-            return [first]
-        with suppress(OSError):  # the port is taken on loopback
-            listeners = [first, listen(loopback, first.getsockname()[1])]
-            check_connection(loopback, first.getsockname()[1])
-            return listeners
-        first.close()
-    raise RendezvousError(f"no port is free both on {address} and on loopback")
 
 
 def _print(lines: list[str] | tuple[str, ...]) -> None:

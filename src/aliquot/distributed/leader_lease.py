@@ -11,6 +11,7 @@ name or fails because the name exists.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -36,17 +37,21 @@ _NAME = re.compile(r"([0-9]{8}|[1-9][0-9]{8,17})\.json")
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class Claim:
-    """The address of the leader of round `number`, and the nonce by which the leader recognises nodes of the run."""
+    """The address of the leader of round `number`, and the nonce with which the leader and the nodes sign messages."""
 
     number: int
     host: str
-    addresses: Annotated[tuple[Annotated[str, Field(pattern=r"^[0-9A-Za-z.:%_-]{1,64}$")], ...], Field(min_length=1)]
+    address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:%_-]{1,64}$")]
     port: Annotated[int, Field(ge=0, lt=1 << 16)]
     nonce: str
 
     @property
     def name(self) -> str:
-        return printable(f"{self.host} ({self.addresses[0]})")
+        return printable(f"{self.host} ({self.address})")
+
+    def run_id(self, round: int) -> str:
+        """Return the id of a round, which does not reveal the nonce, because keys of the store contain the id."""
+        return hmac.digest(self.nonce.encode(), b"round %d" % round, "sha256").hex()
 
 
 _CLAIM = TypeAdapter(Claim)

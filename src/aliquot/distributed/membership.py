@@ -8,7 +8,6 @@ node has received a stop signal, the leader sends `leave`, and another node lead
 
 from __future__ import annotations
 
-import hmac
 import json
 import selectors
 import socket
@@ -36,7 +35,7 @@ _SETTLE_S = 3.0  # a round starts this long after the last node joined, so that 
 _MINORITY_S = 15.0
 _POLL_S = 0.1
 _FAREWELL_S = 2.0
-_MOST_STRANGERS = 64  # limit of connections that have not sent the nonce
+_MOST_STRANGERS = 64  # limit of connections without a signed message
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,10 @@ class Leader:
     """Leads from round `claim.number` on, in a thread, until the run ends or another node leads a newer round."""
 
     def __init__(
-        self, claims: Claims, claim: Claim, listeners: Sequence[socket.socket], own_id: str, launch: LaunchSection,
+        self, claims: Claims, claim: Claim, listener: socket.socket, own_id: str, launch: LaunchSection,
         run: ElasticRun, previous: PreviousRound,
     ) -> None:  # fmt: skip
-        self._claims, self._claim, self._listeners, self._own_id = claims, claim, listeners, own_id
+        self._claims, self._claim, self._listener, self._own_id = claims, claim, listener, own_id
         self._launch, self._run = launch, run
         self._members: list[Member] = []
         self._round = _Round([], False, len(previous.survivors or ()), previous.survivors, previous.reasons)
@@ -114,9 +113,6 @@ class Leader:
         self._thread = threading.Thread(target=self._lead, name="aliquot-leader", daemon=True)
         self._thread.start()
         threading.Thread(target=self._keep, name="aliquot-claim", daemon=True).start()
-
-    def leads(self, claim: Claim) -> bool:
-        return claim.nonce == self._claim.nonce and not self._over.is_set()
 
     def leave(self) -> None:
         """Stop leading, because this node has received a stop signal or has failed; another node leads afterwards."""
@@ -140,8 +136,7 @@ class Leader:
             self._run.tell(f"{self._claim.name} leads no longer: {error}")
         finally:
             self._over.set()
-            for listener in self._listeners:
-                listener.close()
+            self._listener.close()
             until = time.monotonic() + _FAREWELL_S
             for member in self._members:
                 member.peer.send("leave")
@@ -170,12 +165,12 @@ class Leader:
 
     def _listen(self) -> None:
         with selectors.PollSelector() as selector:
-            for connection in (*self._listeners, *(member.peer.socket for member in self._members)):
+            for connection in (self._listener, *(member.peer.socket for member in self._members)):
                 selector.register(connection, selectors.EVENT_READ)
             ready = {key.fileobj for key, _ in selector.select(_POLL_S)}
-        for listener in [socket_ for socket_ in self._listeners if socket_ in ready]:
+        if self._listener in ready:
             with suppress(OSError):
-                self._members.append(Member(Peer(listener.accept()[0]), time.monotonic()))
+                self._members.append(Member(Peer(self._listener.accept()[0], self._claim.nonce), time.monotonic()))
         for member in [member for member in self._members if member.peer.socket in ready]:
             try:
                 for message in member.peer.receive():
@@ -186,15 +181,15 @@ class Leader:
             if member.peer.closed and member in self._members:
                 self._lost(member, "was lost")
         strangers = [member for member in self._members if not member.id]
-        for member in strangers[:-_MOST_STRANGERS]:  # keep the newest: a node of the run sends its nonce at once
+        for member in strangers[
+            :-_MOST_STRANGERS
+        ]:  # keep the newest: a node of the run sends its first message at once
             self._remove(member)
 
     def _heard(self, member: Member, message: Message) -> None:
         what = message.get("what")
         if what == "hello":
             self._welcome(member, message)
-        elif not member.id:
-            self._remove(member)  # not a node of this run
         elif what == "ended" and message["round"] == self._claim.number:
             member.ended = Ended(**message["report"])
             if member.ended.code:
@@ -207,14 +202,10 @@ class Leader:
             self._remove(member)
 
     def _welcome(self, member: Member, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("nonce")).encode(), self._claim.nonce.encode()):
-            self._remove(member)
-            return
-        address = self._claim.addresses[0] if message["id"] == self._own_id else member.peer.address
-        member.name = f"{message['host']} ({address})"
+        member.name = f"{message['host']} ({member.peer.address})"
         member.ranks, member.automatic = message["ranks"], message["automatic"]
-        member.id, member.peer.is_known = message["id"], True
-        member.peer.send("hello", nonce=self._claim.nonce)
+        member.id = message["id"]
+        member.peer.send("hello")
         if message["mark"] != self._run.mark:
             words = describe_differences(json.loads(self._run.mark), json.loads(message["mark"]))
             error = NodesDifferError(f"{member.name} differs from {self._claim.name}: {words}")
