@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -82,11 +83,8 @@ def test_one_of_many_nodes_claims_a_round(tmp_path: Path) -> None:
             if own.make(replace(CLAIM, number=round, port=number)):
                 won.append(round)
 
-    nodes = [threading.Thread(target=node, args=[number]) for number in range(8)]
-    for each in nodes:
-        each.start()
-    for each in nodes:
-        each.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(node, range(8)))
     # 12 and below are removed once 20 is there: who comes late could make them again, and they mean nothing.
     assert [won.count(round) for round in range(13, 21)] == [1] * 8
     newest = Claims(tmp_path).newest()

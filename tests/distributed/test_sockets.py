@@ -170,12 +170,8 @@ def test_store_without_a_secret_is_not_signed() -> None:
 
 
 def test_common_secret_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    secrets: list[str] = []
-    nodes = [threading.Thread(target=lambda: secrets.append(common_secret({}, tmp_path))) for _ in range(8)]
-    for each in nodes:
-        each.start()
-    for each in nodes:
-        each.join()
+    with ThreadPoolExecutor(8) as pool:
+        secrets = list(pool.map(lambda _: common_secret({}, tmp_path), range(8)))
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
     assert common_secret({SECRET_VARIABLE: "word of the job"}, tmp_path) == "word of the job"
