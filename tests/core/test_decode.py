@@ -24,7 +24,6 @@ from aliquot.core.decode import (
     DEEPEST,
     BoundedFastLoader,
     BoundedLoader,
-    BoundedTextLoader,
     TooDeepError,
     check_depth,
     check_json_depth,
@@ -179,7 +178,7 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1},
 CYCLE = "a: &a [*a]\n"
 
 
-@pytest.mark.parametrize("loader", [BoundedLoader, BoundedTextLoader, BoundedFastLoader])
+@pytest.mark.parametrize("loader", [BoundedLoader, BoundedFastLoader])
 def test_aliases_are_bounded(loader: type) -> None:
     for text in (LAUGHS, MERGES, CYCLE):
         with pytest.raises(yaml.MarkedYAMLError, match="alias"):

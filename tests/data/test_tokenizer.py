@@ -159,4 +159,4 @@ def test_trained_tokenizer_is_reproducible_and_cached(tmp_path: Path) -> None:
         assert first.decode(ids[1:]) == text
     assert convention_of(first, None, None).suffix == (first.eos_token_id,)
     with pytest.raises(UserError, match=r"data.tokenizer_vocab_size is 257; every byte, bos and eos need 258"):
-        trained_tokenizer(source, 257, tmp_path / "one")
+        prepare(DataSection(path=str(tmp_path / "a.txt"), tokenizer_vocab_size=257), None, 300)

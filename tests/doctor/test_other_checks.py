@@ -32,27 +32,6 @@ def test_interfaces() -> None:
     assert network_checks.check_interface(replace(HERE, environ={"GLOO_SOCKET_IFNAME": "lo"})).level == "warning"
 
 
-@pytest.mark.parametrize(
-    ("resolves_to", "interface", "level"),
-    [
-        (None, None, "warning"),
-        ("127.0.1.1", "lo", "warning"),
-        ("203.0.113.9", None, "warning"),
-        ("203.0.113.9", "eth0", "ok"),
-    ],
-)
-def test_own_name(resolves_to: str | None, interface: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(name: str) -> str:
-        if resolves_to is None:
-            raise socket.gaierror(-2, "Name or service not known")
-        return resolves_to
-
-    monkeypatch.setattr(network_checks.socket, "gethostbyname", resolve)
-    monkeypatch.setattr(network_checks, "interface_towards", lambda address: interface)
-    finding = network_checks.check_names(HERE)
-    assert finding.level == level and socket.gethostname() in finding.found, said(finding)
-
-
 def test_a_taken_port_is_found() -> None:
     with socket.create_server(("", 0)) as server:
         here = replace(HERE, port=server.getsockname()[1])

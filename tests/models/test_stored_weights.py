@@ -1,4 +1,4 @@
-"""Files with weights of other names or layouts: single experts as published, older versions, tied weights."""
+"""Files with weights of other names or layouts: single experts, older versions, tied weights, parts of a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from aliquot.core.errors import WeightsFileError
+from aliquot.config.schema import ModelSection
+from aliquot.core.errors import UserError, WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, SingleRank
 from aliquot.loaders.sharded import load_sharded
 from aliquot.models.export import ExportOptions, export
 from aliquot.models.load import LoadOptions, load_weights
+from aliquot.models.source import resolve
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, published_of
 from aliquot.tensor_io.parts import Part, row_ranges
 from tests.tensor_io.world import run_world
@@ -336,3 +338,64 @@ def empty(model: Any) -> nn.Module:
     with torch.device("meta"):
         made: nn.Module = AutoModelForCausalLM.from_config(model.config)
     return made
+
+
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+# How each type differs from SMALL and _VISION in the part for text and in the part for images.
+WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ({"pad_token_id": 0}, {}),
+    "llama4": (
+        {"num_local_experts": 4, "intermediate_size_mlp": 24, "moe_layers": [1]},
+        {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
+    "mistral3": ({}, {}),  # whose head is tied, although the type of its text part unties it
+    "qwen3_5_moe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+         "layer_types": ["linear_attention", "full_attention"]},
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 16},
+    ),
+    "idefics3": ({}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+@torch.no_grad()
+def test_a_text_part_computes_the_same_logits_loaded_and_exported(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    plain, (text, vision) = AutoConfig.for_model(kind), WITH_IMAGES[kind]
+    whole = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model(
+            kind,
+            text_config={**SMALL, **text, "model_type": plain.text_config.model_type},
+            vision_config={**_VISION, **vision, "model_type": plain.vision_config.model_type},
+            image_token_id=39,
+        )
+    ).eval()
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    whole.save_pretrained(tmp_path / "whole")
+    tokens = torch.randint(3, 30, (1, 20))
+    expected = whole(input_ids=tokens).logits
+    config = resolve(ModelSection(path=str(tmp_path / "whole"))).config
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    loaded = load_sharded(empty, tmp_path / "whole").eval()
+    assert torch.equal(loaded(input_ids=tokens).logits, expected)
+    weights = weights_of(loaded)
+    tensors = [(name, tuple(weight.shape)) for name, weight in weights.items()]
+    config.save_pretrained(tmp_path)
+    files = {"config.json": (tmp_path / "config.json").read_bytes()}
+    options = ExportOptions(published=published_of(loaded, tensors))
+    export(Held(weights, 0, 1), tensors, tmp_path / "export", torch.float32, files, SingleRank(), options)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert torch.equal(again(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mllama", "cohere2_vision"])
+def test_without_a_text_model_the_type_is_named(kind: str) -> None:
+    with pytest.raises(UserError, match=f"model_type '{kind}' is not a causal .* what its text part computes"):
+        resolve(ModelSection(config=AutoConfig.for_model(kind).to_dict()))

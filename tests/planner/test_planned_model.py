@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.cli.main import app
+from aliquot.config.read_config import read_config
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.data.workload import Edges, Workload
@@ -22,6 +24,7 @@ from aliquot.planner import planned_model
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel, with_model_limits
+from tests.data.stores import byte_level
 from tests.planner.shapes import GEMMA2, LLAMA, planned_config
 from tests.runs import write_config
 
@@ -119,6 +122,36 @@ def test_old_plans_go(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for layers in (2, 3, 4):
         PlannedModel(planned_config(LLAMA | {"num_hidden_layers": layers}))
     assert len(list((own_cache / "plans").iterdir())) == 2
+
+
+def test_plan_and_run_have_one_vocabulary_and_the_same_errors(tmp_path: Path) -> None:
+    byte_level(vocabulary=290).save_pretrained(tmp_path / "tokenizer")
+    file = write_config(tmp_path, train={"max_steps": 1}, launch={"ranks": 1})
+    base = [f"data.tokenizer={tmp_path}/tokenizer", "data.tokenizer_vocab_size=null"]
+    for change in ([], ["model.config.vocab_size=299"], ["model.add_tokens=[<a>]"]):
+        config = read_config(file, [*base, *change, f"run.directory={tmp_path}/{len(change)}{change[-1:]}"])
+        planned = aliquot.plan(config, SERVER).parameters
+        aliquot.train(config)
+        export = AutoModelForCausalLM.from_pretrained(Path(config.run.directory) / "export")
+        assert export.num_parameters() == planned, change
+    for change, reason in (
+        (["model.config.vocab_size=200"], "the tokenizer has 290 tokens and the model's embedding only 200 rows"),
+        (["data.tokenizer=/nowhere"], "no such tokenizer file or directory"),
+        (["data.chat_template=chatml"], "data.chat_template: chatml writes"),
+        (["data.tokenizer=null", "data.tokenizer_vocab_size=200"], "data.tokenizer_vocab_size is 200; every byte"),
+    ):
+        config, errors = read_config(file, [*base, *change, f"run.directory={tmp_path}/bad"]), []
+        for call in (aliquot.plan, aliquot.train):
+            with pytest.raises(UserError, match=reason) as caught:
+                call(config)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
+
+
+def test_an_adapter_is_planned_without_weights() -> None:
+    whole = PlannedModel(planned_config(LLAMA)).shape
+    adapted = PlannedModel(planned_config(LLAMA, adapter={"r": 4})).shape
+    assert 0 < adapted.learned_numel == adapted.numel - whole.numel
 
 
 def test_the_second_plan_imports_no_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

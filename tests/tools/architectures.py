@@ -92,7 +92,7 @@ def small_config(model_type: str, dropout: bool) -> Any:
     """Raises UserError as a run would."""
     full = resolve(ModelSection(config={"model_type": model_type, **REQUIRED.get(model_type, {})})).config
     values = narrow(full if dropout else without_dropout(full)).to_dict()
-    return resolve(ModelSection(config={**values, "model_type": model_type})).config
+    return resolve(ModelSection(config=values)).config
 
 
 def reference(config: Any) -> dict[str, Any]:

@@ -34,11 +34,15 @@ way was chosen, and why.
 
 **Published weights.** Published files may store weights under other names and in other pieces than the model in
 memory: for example each expert separately, or Pythia's head as `embed_out`. aliquot loads and exports these files as
-transformers does (`pytest -m long tests/models/test_every_type.py`), also those of older versions of transformers. From
-the files of Qwen3.5, which has a vision part, it loads the text part if `config.json` is replaced by its `text_config`
-(`model_type: qwen3_5_text`); the text parts of Gemma 3 and Llama 4 cannot be loaded in this way. The exceptions are
-`hrm_text` and `inkling2_text`, whose published tensors combine several weights. These two types train from a
-configuration only; a run that should load their weights ends with an error, which names the missing tensors.
+transformers does (`pytest -m long tests/models/test_every_type.py`), also those of older versions of transformers. The
+exceptions are `hrm_text` and `inkling2_text`, whose published tensors combine several weights. These two types train
+from a configuration only; a run that should load their weights ends with an error, which names the missing tensors.
+
+**Models with vision or sound.** From their files aliquot loads the text part, if transformers has a causal language
+model for this part: for example of Gemma 3, Llama 4, Mistral 3, Qwen3.5, LLaVA, InternVL and Voxtral. `pytest
+tests/models/test_stored_weights.py` compares the logits of both. An export is a text model, and has the `model_type` of
+the text part; `aliquot export --merge` adds an adapter to the whole model. Types without such a text model, among them
+Qwen2.5-VL, end with an error that names the `model_type`. In the tables, such a type stands for its text part.
 
 **bf16.** `inkling2_text`, `minimax`, `xglm` and `xlstm` need `train.precision: fp32`, because their code multiplies
 fp32 buffers by weights. A run with bf16 says so before its first step. All other types train in bf16 (`pytest -m long

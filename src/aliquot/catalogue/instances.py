@@ -141,10 +141,6 @@ class Catalogue:
         """Region and date of the prices, for tables: `us-east-1, 2026-07-20`."""
         return f"{self.region}, {self.date}"
 
-    @property
-    def has_spot_prices(self) -> bool:
-        return any(ec2.spot_usd_per_hour is not None for ec2 in self.types)
-
 
 @cache
 def catalogue() -> Catalogue:

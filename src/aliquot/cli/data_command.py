@@ -33,11 +33,12 @@ def show(
         from aliquot.config.read_config import read_config
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
+        from aliquot.data.prepare import adopt_tokenizer
         from aliquot.distributed.auto_ranks import resolve_auto_ranks
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display
         from aliquot.observe.run_directory import RunDirectory
-        from aliquot.run.resolved_run import lay_out, load_tokenizer, model_source, prepare_data
+        from aliquot.run.resolved_run import lay_out, model_source, prepare_data
 
         settings = read_config(config, overrides or [])
         display = Display("auto", enabled=True)
@@ -46,7 +47,7 @@ def show(
         day = RunDirectory(settings.run.directory).day()
         prepared = prepare_data(settings, source, day, display.progress)
         display.finish()
-        tokenizer = load_tokenizer(settings, source, prepared)
+        tokenizer = adopt_tokenizer(settings, source, prepared.load_tokenizer())
         launch, _ = resolve_auto_ranks(settings.launch, settings)
         assert launch.ranks != "auto"
         batches, held_out = lay_out(settings, source, prepared, launch.most_nodes * launch.ranks)

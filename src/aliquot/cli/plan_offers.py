@@ -109,7 +109,7 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
         print(f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less")
     print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
     losses = f"{100 * spot.lost_a_month:g} % of nodes lost a month"
-    if spot.price is None and catalogue().has_spot_prices:
+    if spot.price is None and any(ec2.spot_usd_per_hour is not None for ec2 in catalogue().types):
         words = f", on demand and on spot; {losses} on spot, assumed (--spot-losses"
     else:
         fraction = spot.price or SPOT_FRACTION

@@ -182,7 +182,8 @@ def too_large(job: JobView, node: InstanceType, node_class: ManifestObject | Non
 
 
 def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:
-    types = [item for item in pool.types if _agrees(job, type_labels(item))]
+    selected = mapping(job.pod.get("nodeSelector")).items()
+    types = [item for item in pool.types if all(type_labels(item).get(key, value) == value for key, value in selected)]
     reasons = {item.name: too_large(job, item, node_class) for item in types}
     unfit = {name: why for name, why in reasons.items() if why}
     if unfit:
@@ -222,7 +223,3 @@ def selects(job: JobView, pool: PoolView) -> bool:
         if value not in possible:
             return False
     return True
-
-
-def _agrees(job: JobView, labels: Mapping[str, str]) -> bool:
-    return all(labels.get(key, value) == value for key, value in mapping(job.pod.get("nodeSelector")).items())

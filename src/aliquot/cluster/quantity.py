@@ -34,11 +34,6 @@ def parse_bytes(value: object) -> int | None:
     return None if number is None else -int(-number // 1)
 
 
-def parse_millicores(value: object) -> int | None:
-    number = parse(value)
-    return None if number is None else -int(-number * 1000 // 1)
-
-
 def mebibytes(size_bytes: int) -> str:
     """Format mebibytes, rounded down, because a limit must not exceed the available memory."""
     return f"{size_bytes // MIB}Mi"

@@ -26,6 +26,7 @@ from jsonschema.protocols import Validator
 
 from aliquot.cluster.findings import did_you_mean
 from aliquot.cluster.kind_schemas import EXPECTED, KindSchema, Violation, expected_kind, is_core
+from aliquot.core.decode import without_nulls
 from aliquot.core.errors import ManifestError
 
 _NOT_JUDGED = "not-judged"
@@ -40,7 +41,8 @@ def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
     Raises UserError for a CRD with an invalid schema.
     """
     validator = _validator(kind)
-    value = admitted(_without_nulls(document) if is_core(kind.group) else document, kind.schema)
+    # The API server ignores nulls in objects of core kinds.
+    value = admitted(without_nulls(document) if is_core(kind.group) else document, kind.schema)
     errors = list(validator.iter_errors(value))
     mistyped_paths = [error.absolute_path for error in errors if error.validator == "type"]
     results: list[Violation] = []
@@ -89,15 +91,6 @@ def admitted(value: Any, schema: dict[str, Any]) -> Any:
         if "default" in inner and (key not in whole or (whole[key] is None and not inner.get("nullable"))):
             whole[key] = admitted(inner["default"], inner)
     return whole
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove nulls, which the API server ignores in objects of core kinds."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
 
 
 @cache

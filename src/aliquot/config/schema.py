@@ -235,8 +235,6 @@ class RunConfig(Section):
                 " true"
             )
         train = self.train
-        if self.adapter is not None and self.model.path is None:
-            raise ValueError("an adapter needs a pretrained model: give model.path")
         if self.adapter is not None and (self.model.add_tokens or self.model.add_special_tokens):
             raise ValueError(
                 "an adapter trains no embeddings, but new tokens need that: leave out adapter, or model.add_tokens"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -246,11 +245,6 @@ class TrainSection(Section):
         if isinstance(value, str) and value in REFUSED:
             raise ValueError(f"train.lr_scheduler_type {value} {REFUSED[value]}; choose one of {', '.join(SETTINGS)}")
         return value
-
-    @property
-    def clip_norm(self) -> float:
-        """The global norm to which gradients are clipped; infinite without clipping."""
-        return self.max_grad_norm or math.inf
 
     @property
     def drops(self) -> bool:

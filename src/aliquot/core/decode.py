@@ -210,12 +210,17 @@ class BoundedLoader(_Bounded, yaml.SafeLoader):
     """yaml.SafeLoader that raises TooDeepError, and MarkedYAMLError for excessive or self-referencing aliases."""
 
 
-class BoundedTextLoader(_Bounded, yaml.BaseLoader):
-    """yaml.BaseLoader, for which every scalar is text, with the limits of BoundedLoader."""
-
-
 class BoundedFastLoader(_Bounded, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """BoundedLoader in C, if PyYAML has C loaders, for texts of megabytes."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Return `value` without the keys of nested objects that are null."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tuple[Any, yaml.Node | None]:

@@ -58,11 +58,6 @@ class StepBatch:
     def tokens(self) -> int:
         return sum(self.tokens_of)
 
-    @property
-    def rank_tokens(self) -> int:
-        """Tokens that this rank processes in this step, padding included."""
-        return sum(len(micro_batch.input_ids) for micro_batch in self.micro_batches if micro_batch is not None)
-
 
 def objective_of(train: TrainSection) -> Objective | None:
     """Return the loss of answers that the section `train` sets; None: the cross-entropy of labels."""
@@ -106,7 +101,7 @@ class Batches:
         self.sources, self.format, self.seed = sources, format, seed
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.streams = [stream_of(source, format, seed) for source in sources]
-        source_tokens = [stream.epoch_tokens for stream in self.streams]
+        source_tokens = [round(stream.packing.tokens / stream.known_share) for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]
         self.mixture = Mixture.from_token_weights(
             [source.weight or tokens for source, tokens in zip(sources, source_tokens, strict=True)],

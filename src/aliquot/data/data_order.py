@@ -139,10 +139,6 @@ class Stream:
         return 1.0
 
     @property
-    def epoch_tokens(self) -> int:
-        return round(self.packing.tokens / self.known_share)
-
-    @property
     def sequence_tokens(self) -> Fraction:
         """The mean number of tokens in a sequence of this source."""
         return Fraction(self.packing.tokens, self.packing.sequences)

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from aliquot.config.schema import DataSection
-from aliquot.core.errors import DataError, TokenizerError
+from aliquot.config.schema import DataSection, RunConfig
+from aliquot.core.errors import DataError
 from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
-from aliquot.core.small_files import cache_root
+from aliquot.core.small_files import cache_root, with_home
 from aliquot.data.cache import cached, damage
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import writes_date
@@ -35,6 +35,7 @@ from aliquot.data.tokenizer import (
     Convention,
     as_loaded_with,
     check_ids,
+    check_trained_size,
     check_vocabulary,
     configured_tokenizer,
     convention_of,
@@ -45,6 +46,7 @@ from aliquot.data.tokenizer import (
 )
 from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_tokens
+from aliquot.models.source import CONFIG_FILES, ModelSource, resolve
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,11 @@ class TokenizerChanges:
     added_special_tokens: Sequence[str] = ()
     adapter: Path | None = None  # a trained adapter, whose prefix of documents overrides the model's
 
+    @classmethod
+    def from_config(cls, config: RunConfig) -> TokenizerChanges:
+        adapter = None if config.adapter is None else config.adapter.directory
+        return cls(config.model.add_tokens, config.model.add_special_tokens, adapter)
+
 
 def prepare(
     section: DataSection,
@@ -113,34 +120,20 @@ def prepare(
         config: the fields of the config.json next to which the tokenizer will be exported.
         trains: False for an evaluation, which takes held-out data for training data, so that only they are tokenised.
     """
-    if section.tokenizer_vocab_size is not None and section.tokenizer_vocab_size > vocab_size:
-        raise TokenizerError(
-            f"data.tokenizer_vocab_size is {section.tokenizer_vocab_size}, but the model's embedding"
-            f" has only {vocab_size} rows"
-        )
     root = cache_root(section.cache_directory)
     report = progress or (lambda what, done_bytes, total_bytes: None)
     train, evaluated = sources_of(section, root, report)
     if not trains:
         train = {name: evaluated.get(name, source) for name, source in train.items()}
+    check_trained_size(section, vocab_size)
     training_source = joined(list(train.values()))
     tokenizer = configured_tokenizer(
         section, model_dir, training_source, root, partial(report, "training the tokenizer")
     )
-    tokens_before = len(tokenizer)
-    tokenizer.add_tokens(list(changes.added_tokens))
-    tokenizer.add_tokens(list(changes.added_special_tokens), special_tokens=True)
-    is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
-    if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
-        tokenizer = as_loaded_with(tokenizer, config)
-    give_template(tokenizer, section)
-    has_more = len(tokenizer) > tokens_before
-    rows = vocab_size
-    if has_more and model_dir is not None:  # the rows of added tokens follow the rows of the model's tokens
-        rows = (max(vocab_size, tokens_before) if is_own_tokenizer else vocab_size) + len(tokenizer) - tokens_before
-    all_have_rows = check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
+    tokenizer, rows, all_have_rows = fit_tokenizer(tokenizer, section, model_dir, vocab_size, config, changes)
     directory = publish_tokenizer(tokenizer, root)
     # An export states its prefix in token ids, which are valid only for the tokenizer in the same directory.
+    is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
     exports = [changes.adapter, model_dir] if is_own_tokenizer else [section.tokenizer and Path(section.tokenizer)]
     prefixes = (trained_tokens(export, "prefix") for export in exports if export)
     trained = next((prefix for prefix in prefixes if prefix is not None), None)
@@ -179,6 +172,58 @@ def prepare(
         day=builder.day if any(TokenStore.open(Path(path)).mask is not None for path in store_paths) else None,
         streams={name: TokenStream(maker.directory, maker) for name, maker in makers.items()},
     )
+
+
+def fit_tokenizer(
+    tokenizer: Any,
+    section: DataSection,
+    model_dir: Path | None,
+    rows: int,
+    config: Mapping[str, Any] | None,
+    changes: TokenizerChanges,
+) -> tuple[Any, int, bool]:
+    """Add the tokens and the chat template of a run to its tokenizer. Raises UserError if the model does not fit it.
+
+    Returns the tokenizer, the rows of the model's embedding, which added tokens extend, and whether every token has a
+    row. The other arguments are those of `prepare`.
+    """
+    tokens_before = len(tokenizer)
+    tokenizer.add_tokens(list(changes.added_tokens))
+    tokenizer.add_tokens(list(changes.added_special_tokens), special_tokens=True)
+    is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
+    if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
+        tokenizer = as_loaded_with(tokenizer, config)
+    give_template(tokenizer, section)
+    has_more = len(tokenizer) > tokens_before
+    if has_more and model_dir is not None:  # the rows of added tokens follow the rows of the model's tokens
+        rows = (max(rows, tokens_before) if is_own_tokenizer else rows) + len(tokenizer) - tokens_before
+    return tokenizer, rows, check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
+
+
+def planned_vocabulary(config: RunConfig) -> int | None:
+    """Return the embedding rows that the run will have by its tokenizer, without data. Raises the errors of the run.
+
+    None: the model's configuration decides, or only the pods of the config's cluster have the tokenizer.
+    """
+    source, section = resolve(config.model, CONFIG_FILES), config.data
+    check_trained_size(section, source.largest_vocabulary)
+    if section.tokenizer is None or (config.cluster is not None and not with_home(section.tokenizer).exists()):
+        return section.tokenizer_vocab_size
+    tokenizer, _, _ = fit_tokenizer(
+        load_tokenizer(section.tokenizer), section, source.directory, source.largest_vocabulary,
+        source.config.to_dict(), TokenizerChanges.from_config(config),
+    )  # fmt: skip
+    adopt_tokenizer(config, source, tokenizer)
+    return int(source.config.vocab_size)
+
+
+def adopt_tokenizer(config: RunConfig, source: ModelSource, tokenizer: Any) -> Any:
+    """Give the model the vocabulary and special tokens of `tokenizer`, and return it. Raises UserError if unfit."""
+    model = config.model
+    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), bool(model.add_tokens or model.add_special_tokens))
+    # This is the second check, because the padding token may have changed.
+    source.check_length(config.data.sequence_length, config.train.answers)
+    return tokenizer
 
 
 def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prepared:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.data_section import RecordsSection
+from aliquot.core.decode import without_nulls
 from aliquot.core.errors import DataError
 from aliquot.data.data_files import (
     COMPRESSED,
@@ -105,14 +106,6 @@ def as_written(record: dict[str, Any]) -> dict[str, Any]:
 
     A table gives each object in a column the keys of all objects in this column.
     """
-
-    def without_nulls(value: Any) -> Any:
-        if isinstance(value, list):
-            return [without_nulls(item) for item in value]
-        if isinstance(value, dict):
-            return {key: without_nulls(item) for key, item in value.items() if item is not None}
-        return value
-
     return {key: without_nulls(value) for key, value in record.items()}
 
 

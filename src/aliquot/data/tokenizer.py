@@ -127,10 +127,6 @@ def trained_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise TokenizerError(
-            f"data.tokenizer_vocab_size is {vocab_size}; every byte, bos and eos need {SMALLEST_VOCABULARY}"
-        )
     key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{source.digest}".encode()).hexdigest()
 
     def train(directory: Path) -> None:
@@ -151,6 +147,15 @@ def trained_tokenizer(
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)
 
     return load_tokenizer(cached(root / "trained" / key, train))
+
+
+def check_trained_size(section: DataSection, rows: int) -> None:
+    """Raise TokenizerError if data.tokenizer_vocab_size is too small, or larger than an embedding of `rows`."""
+    size = section.tokenizer_vocab_size
+    if size is not None and size > rows:
+        raise TokenizerError(f"data.tokenizer_vocab_size is {size}, but the model's embedding has only {rows} rows")
+    if size is not None and size < SMALLEST_VOCABULARY:
+        raise TokenizerError(f"data.tokenizer_vocab_size is {size}; every byte, bos and eos need {SMALLEST_VOCABULARY}")
 
 
 def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:

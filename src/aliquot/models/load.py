@@ -78,7 +78,7 @@ def load_weights(
         matched = names.matched(stored, [*shapes, *tied])
         used = {entry.name for entry in matched.values()}
         unused = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
-        extra = [name for name in unused if not names.ignores(name)]
+        extra = names.unknown(unused, stored)
         if options.inform is not None and ranks.rank == 0 and (ignored := sorted(set(unused) - set(extra))):
             options.inform(
                 f"{directory}: {len(ignored)} tensors that transformers does not load are left out,"

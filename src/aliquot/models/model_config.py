@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ _LIMITS = {
 # Keys that do not affect the function that the weights compute: special tokens, auxiliary losses, the attention
 # implementation, initialisation, caching and the format of outputs. These keys may change when training continues.
 _ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
+# Keys of models for images or sound that also apply to their text model, whose own values are often mere defaults.
+_WHOLE = {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "quantization_config"}
 _OTHERS = {"use_cache", "torch_dtype", "pretraining_tp", "output_router_logits", "output_attentions"}
 
 
@@ -59,13 +61,13 @@ def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     `where` is the file or key to name in errors. Raises UserError for a model that aliquot does not train.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     values = {key: with_floats(value) for key, value in values.items()}
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ModelFilesError("model_type is missing; for example model_type: llama", where)
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if model_type not in CONFIG_MAPPING_NAMES:
         raise ModelFilesError(f"model_type {model_type!r} is not a causal language model of transformers", where)
     _refuse_absurd_counts(values, where)
     try:
@@ -73,9 +75,33 @@ def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     except Exception as error:  # each configuration checks itself in its own way
         reason = " ".join(str(error).split())[:300]
         raise ModelFilesError(f"not a valid {model_type} configuration: {reason}", where) from error
+    config = _text_part(config, values, where)
     _refuse_out_of_scope(config, where)
     _refuse_empty_window(config, where)
     return config
+
+
+def _text_part(config: PretrainedConfig, values: Mapping[str, Any], where: str) -> PretrainedConfig:
+    """Return the configuration of the text model in a model for images, video or sound; `config` if it has text only.
+
+    `values` are the fields of config.json; those that describe the whole model replace the fields of its text model.
+    Raises ModelFilesError if transformers has no causal language model for the text.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    parts = (getattr(config, key, None) for key in ("vision_config", "audio_config"))
+    kind, has_senses = config.model_type, any(part is not None for part in parts)
+    if kind in CAUSAL and not has_senses:
+        return config
+    text = config.get_text_config(decoder=True)
+    # The models of Cohere for images do not scale their logits, as the model of their text part does.
+    if text.model_type not in CAUSAL or text.model_type == kind or kind in ("aya_vision", "cohere2_vision"):
+        reason = ", and no such model computes what its text part computes" if has_senses else ""
+        raise ModelFilesError(f"model_type {kind!r} is not a causal language model of transformers{reason}", where)
+    for key in _WHOLE & values.keys():
+        setattr(text, key, getattr(config, key))
+    text.dtype = text.dtype or config.dtype
+    return text
 
 
 def with_floats(value: Any) -> Any:
@@ -131,8 +157,6 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
     dropped = [key for key, value in config.to_dict().items() if "layerdrop" in str(key) and value]
     refusals = {
         "encoder-decoder models are": getattr(config, "is_encoder_decoder", False),
-        "vision models are": getattr(config, "vision_config", None) is not None,
-        "audio models are": getattr(config, "audio_config", None) is not None,
         "dropout of whole layers is": f"set {dropped[0]} to 0" if dropped else None,
         "a z-loss on the logits is": getattr(config, "z_loss_coefficient", None) and "set z_loss_coefficient to 0",
         "attention over random blocks is": getattr(config, "attention_type", None) == "block_sparse"

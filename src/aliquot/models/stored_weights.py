@@ -13,7 +13,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,6 +41,8 @@ _COMPUTED = re.compile(
     r"(.*\.)?((rotary_emb|maybe_rotary)\.(inv_freq|cos_cached|sin_cached)|position_ids|embed_positions\.weights"
     r"|attn\.(bias|masked_bias|causal_mask))"
 )
+# The text model in a model for images or sound: `model.language_model.layers`, `language_model.model.layers`.
+_TEXT_PART = re.compile(r"^(model\.)?(?:language_model|text_model)\.(model\.)?")
 _MASK = re.compile(r".*\.attention\.(bias|masked_bias)")  # some models have trained biases with these names
 _SAMPLE_BYTES = 4096
 _EVERY_BYTES = 4 << 20  # distance between samples; an interrupted copy misses more bytes than this
@@ -52,8 +54,8 @@ _SMALL = (4, 2)  # small sizes for a matrix: different, so that a transposition 
 class StoredNames:
     """The names under which files may store the weights of a model.
 
-    Files may use the model's names, the names of the base model without output head, or older names that transformers
-    renames.
+    Files may use the model's names, the names of the base model without output head, older names that transformers
+    renames, or the names of a larger model for images or sound in which this model reads the text.
     """
 
     # Patterns of stored names to ignore: layers for multi-token prediction (DeepSeek-V3, GLM-4.5), and masks and
@@ -76,8 +78,14 @@ class StoredNames:
         renamings = tuple(one for one in conversions if isinstance(one, WeightRenaming))
         return cls(tuple(ignored), renamings, model.base_model_prefix)
 
-    def ignores(self, name: str) -> bool:
-        return any(re.search(pattern, name) for pattern in self.ignored)
+    def unknown(self, unused: Sequence[str], stored: Iterable[str]) -> list[str]:
+        """Return the names in `unused` that no model with this one's weights declares, out of all names in `stored`.
+
+        If the files contain the text model of a larger model, the other parts of the larger model are not unknown.
+        """
+        is_part = any(_TEXT_PART.match(name) for name in stored)
+        named = [name for name in unused if not is_part or _TEXT_PART.match(name)]
+        return [name for name in named if not any(re.search(pattern, name) for pattern in self.ignored)]
 
     def matched(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
         """Return the stored tensor for each weight in `names`; weights without a stored tensor are omitted."""
@@ -107,10 +115,11 @@ class StoredNames:
         return {name: entries[0] for name, entries in candidates.items() if len(entries) == 1}
 
     def model_name(self, name: str) -> str:
-        """Apply transformers' renamings to a stored name, without merging tensors."""
+        """Strip the name of a text part and apply transformers' renamings to a stored name, without merging tensors."""
         from transformers.core_model_loading import apply_renamings
 
-        return cast(str, apply_renamings(name, list(self.renamings)))
+        text_name = _TEXT_PART.sub(lambda match: match[1] or match[2] or "", name, count=1)
+        return cast(str, apply_renamings(text_name, list(self.renamings)))
 
 
 def is_computed(name: str, entry: TensorEntry) -> bool:

@@ -88,7 +88,11 @@ class MemoryPlanner:
         if self.engine == "host":  # without NCCL
             made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(nccl_groups=0))
             process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
-            on_host = phases(config, held, self.cost.without_activations(), process)
+            inactive = replace(
+                self.cost, saved_bytes=0, layer_bytes=0, forward_bytes=0, backward_bytes=0, evaluation_bytes=0,
+                largest_bytes=0,
+            )  # fmt: skip
+            on_host = phases(config, held, inactive, process)
             return MemoryPlan(held, made, on_host, on_disk, unsharded)
         on_gpu = in_host = held
         if config.shard.offload == "cpu":

@@ -75,12 +75,6 @@ class MicroBatchCost:
                     works[name][key] += share * amount
         return replace(self, **works)
 
-    def without_activations(self) -> MicroBatchCost:
-        """Return the cost of a rank whose activations are in other memory."""
-        return replace(
-            self, saved_bytes=0, layer_bytes=0, forward_bytes=0, backward_bytes=0, evaluation_bytes=0, largest_bytes=0
-        )
-
     def plus(self, more: MicroBatchCost, base: MicroBatchCost, times: int) -> MicroBatchCost:
         """Add `times` times the difference between `more` and `base`.
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, cached_property
@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 from aliquot.config.schema import ModelSection, RunConfig
 from aliquot.core.decode import publish_checked_json, read_checked_json
 from aliquot.core.errors import UserError
-from aliquot.core.small_files import cache_root, read_small_file
+from aliquot.core.small_files import cache_root, read_small_file, with_home
 from aliquot.data.workload import Workload
 from aliquot.models.model_shape import ModelShape
 from aliquot.models.source import CONFIG_FILES, local_directory, resolve
@@ -53,7 +53,10 @@ class PlannedModel:
         """
         self._config = config
         self._vocabulary = vocabulary
-        rows = vocabulary or config.data.tokenizer_vocab_size
+        # Another version of a tokenizer on the hub is not noticed; it hardly has another size.
+        tokenizer, data = with_home(config.data.tokenizer or os.devnull), config.data
+        files = _states([tokenizer, *tokenizer.glob("*")])
+        rows = vocabulary or [data.tokenizer_vocab_size, data.tokenizer, data.chat_template, files]
         adapter = config.adapter and config.adapter.model_dump()
         model = [_configuration(config.model), adapter, config.train.freeze]
         self._key = [model, rows, config.data.sequence_length, _software()]
@@ -128,9 +131,10 @@ class PlannedModel:
     @cached_property
     def _shaped(self) -> ShapedModel:
         with collecting_no_garbage():
+            from aliquot.data.prepare import planned_vocabulary
             from aliquot.models.shaped_model import shaped_model
 
-            return shaped_model(self._config, self._vocabulary)
+            return shaped_model(self._config, self._vocabulary or planned_vocabulary(self._config))
 
     def _measure(self, step: Step, edges: tuple[int, ...], predicted: int) -> dict[str, Any]:
         from aliquot.planner.meta_pass import micro_batch_costs
@@ -187,6 +191,10 @@ def _configuration(section: ModelSection) -> Any:
         return str(section)  # the code that reads the configuration reports the error
 
 
+def _states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    return sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
+
+
 @cache
 def _software() -> list[Any]:
     """Return versions and a hash of aliquot's file sizes and times, so that a changed aliquot uses no old results."""
@@ -195,8 +203,7 @@ def _software() -> list[Any]:
         with suppress(PackageNotFoundError):
             versions.append(version(name))
     package = Path(__file__).parents[1]
-    states = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in package.rglob("*.py"))
-    return [*versions, hashlib.sha256(repr(states).encode()).hexdigest()]
+    return [*versions, hashlib.sha256(repr(_states(package.rglob("*.py"))).encode()).hexdigest()]
 
 
 def _remembered(key: list[Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import replicas
 from aliquot.engines.host.host_memory import RING_BYTES, disk_use
-from aliquot.models.model_shape import ModelShape, padded_share
+from aliquot.models.model_shape import padded_share
 from aliquot.nn.product_shapes import logits_room
 from aliquot.planner.checkpoint_cost import (
     Saving,
@@ -141,6 +141,7 @@ class RunPlan:
         divergence_s = evaluation_time(setting, self.whole_micro_batch, mismatched, moved, self.rates)
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
+        stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
@@ -162,7 +163,7 @@ class RunPlan:
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
-            disk_read_bytes=_read_bytes(config, self.shape),
+            disk_read_bytes=stored * self.shape.dtype_bytes if config.model.path is not None else 0,
             checkpoint_bytes=self.saving.checkpoint_bytes,
             steps=self.steps or 0,
             tokens_per_step=size.total * workload.tokens,
@@ -270,12 +271,6 @@ class RunPlan:
         counts = range(1, _MOST_MICRO_BATCHES + 1)
         index = bisect_left(counts, True, key=hardly_waits)
         return counts[index] * self.size.micro * self.layout.world_size if index < len(counts) else None
-
-
-def _read_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Return the bytes of the model's files, which contain no adapter weights; 0 for a new model."""
-    read = shape.numel if config.adapter is None else shape.numel - shape.learned_numel
-    return read * shape.dtype_bytes if config.model.path is not None else 0
 
 
 def _steps(config: RunConfig, workload: Workload, total: int) -> int | None:

@@ -88,16 +88,12 @@ def build_model(trainer: Trainer) -> Model:
             layer.register_forward_pre_hook(allocator_cache.check)
         built.model.get_decoder().register_forward_hook(allocator_cache.check)
     ledger.mark("model built", engine.counters().memory())
-    return Model(built, published, names, engine, engine_name, clock, (*spec.notes, *_attention_note(built)))
-
-
-def _attention_note(built: meta.MetaModel) -> list[str]:
-    if built.traits.packs:
-        return []
-    return [
+    unpacked = (
         f"attention: each document is a call of its own ({built.traits.attention}), because"
         f" {built.traits.why_unpacked}; short documents cost more than in packed rows"
-    ]
+    )
+    notes = spec.notes if built.traits.packs else (*spec.notes, unpacked)
+    return Model(built, published, names, engine, engine_name, clock, notes)
 
 
 def files_beside_weights(run: ResolvedRun, model: Model) -> Mapping[str, bytes]:

@@ -28,12 +28,13 @@ from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import publish_bytes, read_small_file
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
+from aliquot.data.prepare import adopt_tokenizer
 from aliquot.data.token_store import Reference, TokenStore
 from aliquot.models.model_config import computation_settings
 from aliquot.models.stored_weights import fingerprint
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
-from aliquot.run.resolved_run import ResolvedRun, load_tokenizer, model_source, traits_together
+from aliquot.run.resolved_run import ResolvedRun, model_source, traits_together
 from aliquot.run.starting_point import begin_model
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def compare_with_reference(trainer: Trainer, run: ResolvedRun) -> ResolvedRun:
         return run
     before = config.model_copy(update={"model": config.reference, "adapter": config.reference_adapter})
     source = run_on_all_ranks(trainer.ranks, lambda: model_source(before))
-    run_on_all_ranks(trainer.ranks, lambda: load_tokenizer(before, source, run.data))
+    run_on_all_ranks(trainer.ranks, lambda: adopt_tokenizer(before, source, run.tokenizer))
     trainer.resolved = replace(run, config=before, source=source, traits=traits_together(trainer.ranks, before, source))
     trainer.model = build_model(trainer)
     begin_model(trainer)

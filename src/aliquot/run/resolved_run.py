@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import UnsupportedModelError, UserError
+from aliquot.core.errors import ConfigError, UnsupportedModelError, UserError
 from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.prepare import Prepared, TokenizerChanges, prepare, prepare_together
+from aliquot.data.prepare import Prepared, TokenizerChanges, adopt_tokenizer, prepare, prepare_together
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.token_store import answer_ends
-from aliquot.data.tokenizer import largest_token
 from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
@@ -110,7 +109,7 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     recorded_day = state["determinants"].get("data.chat_template_date")
     day = date.fromisoformat(run_on_rank_0(ranks, lambda: recorded_day or str(trainer.directory.day())))
     data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
-    tokenizer = run_on_all_ranks(ranks, lambda: load_tokenizer(config, source, data))
+    tokenizer = run_on_all_ranks(ranks, lambda: adopt_tokenizer(config, source, data.load_tokenizer()))
     model_traits = traits_together(ranks, config, source)
     fills_up = caches_large_kernels(ranks.topology.device, precision)
     layout = partial(lay_out, config, source, data, ranks.world_size, model_traits.packs, fills_up)
@@ -154,6 +153,8 @@ def traits_together(ranks: Ranks, config: RunConfig, source: ModelSource) -> Tra
 def model_source(config: RunConfig, hub_files: Sequence[str] = HUB_FILES) -> ModelSource:
     """Return the model's description. Raises UserError for sequences that are longer than the model's positions."""
     source = resolve(config.model, hub_files)
+    if config.adapter is not None and source.from_scratch:
+        raise ConfigError("adapter: an adapter needs a pretrained model: give model.path")
     source.check_length(config.data.sequence_length, config.train.answers)  # early: tokenising a corpus takes long
     return source
 
@@ -163,20 +164,9 @@ def prepare_data(
 ) -> Prepared:
     """Tokenise the data of a run, unless the cache has the tokens. `day`: the day on which the run began."""
     section = config.data.model_copy(update={"chat_template_date": config.data.chat_template_date or day})
-    adapter = None if config.adapter is None else config.adapter.directory
-    changes = TokenizerChanges(config.model.add_tokens, config.model.add_special_tokens, adapter)
     fields, rows = source.config.to_dict(), source.largest_vocabulary
-    prepared = prepare(section, source.directory, rows, progress, fields, changes, trains)
+    prepared = prepare(section, source.directory, rows, progress, fields, TokenizerChanges.from_config(config), trains)
     return replace(prepared, positions=source.positions)
-
-
-def load_tokenizer(config: RunConfig, source: ModelSource, data: Prepared) -> Any:
-    """Return the tokenizer, after the model's description has adopted it."""
-    tokenizer, model = data.load_tokenizer(), config.model
-    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), bool(model.add_tokens or model.add_special_tokens))
-    # This is the second check, because the padding token may have changed.
-    source.check_length(config.data.sequence_length, config.train.answers)
-    return tokenizer
 
 
 def lay_out(

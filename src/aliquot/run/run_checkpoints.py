@@ -59,11 +59,6 @@ class RunCheckpoints:
         """The step of the best evaluation, whose checkpoint is retained; None without `checkpoint.best`."""
         return self._trainer.progress.evaluations.retained_step(self._trainer.config.checkpoint)
 
-    @property
-    def is_saving_best(self) -> bool:
-        """Whether the save in progress is of the step that evaluated best."""
-        return self.saver.current_step is not None and self.saver.current_step == self.best_step
-
     def report(self) -> dict[str, Any]:
         """Return this rank's progress with the save and the upload. `poll` takes the reports of all ranks."""
         return {"save": self.saver.report(), "mirror": self._uploader.report()}

@@ -181,7 +181,9 @@ class TrainingLoop:
             "freed": self._trainer.memory_release.is_due(self._progress.step),
             "lost": self._trainer.directory.lock.why_lost(),
         }
-        reports = self._recorder.gather(report, batch.rank_tokens)
+        reports = self._recorder.gather(
+            report, sum(len(one.input_ids) for one in batch.micro_batches if one is not None)
+        )
         if (lost := reports[0]["lost"]) is not None:
             raise RunDirectoryError(lost)
         return reports
@@ -200,7 +202,7 @@ class TrainingLoop:
 
         recorder.enter("optimizer")
         rate = trainer.schedule.rate(step)
-        grad_norm = self._engine.step(rate, self._trainer.config.train.clip_norm).grad_norm
+        grad_norm = self._engine.step(rate, self._trainer.config.train.max_grad_norm or math.inf).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(f"the gradient norm is {grad_norm}")
         progress.step = step + 1
@@ -247,7 +249,8 @@ class TrainingLoop:
             self._evaluator.compile()
         if not self._evaluator.is_due:
             return 0
-        if self._checkpoints.is_saving_best:
+        saving = self._checkpoints.saver.current_step
+        if saving is not None and saving == self._checkpoints.best_step:
             self._checkpoints.finish_save()  # a best checkpoint that could not be saved does not count as best
         return self._evaluator.evaluate()
 

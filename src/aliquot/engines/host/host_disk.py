@@ -23,11 +23,6 @@ class StateFormat:
     splits: bool  # master weights are stored as the bf16 copy and the low halves
     sum_itemsize: int  # bytes of an element of a gradient sum
 
-    @property
-    def weight_itemsize(self) -> int:
-        """Bytes per element of a weight in the dtype of forward and backward passes."""
-        return 2 if self.splits else 4
-
 
 @dataclass(frozen=True)
 class Window:
@@ -73,7 +68,7 @@ class HostDisk:
                 numel = stop - start
                 sizes = {"gradient": numel * state_format.sum_itemsize} if index in with_sums else {}
                 if index in streamed:
-                    sizes["compute"] = numel * state_format.weight_itemsize
+                    sizes["compute"] = numel * (2 if state_format.splits else 4)
                 if weight.trainable:
                     sizes |= state_bytes(numel, state_format.states, weight.row_numel, state_format.splits)
                 placed.append(Window(start, stop, record(end, sizes)))
