@@ -14,9 +14,9 @@ import yaml
 from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import dollars, instance, instances
-from aliquot.cli.instances_command import _gbit
 from aliquot.cli.main import app
 from aliquot.config.read_config import read_config
+from aliquot.core.number_format import short
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.offers import (
@@ -191,7 +191,7 @@ def test_burstable_types_are_left_out_by_name() -> None:
 def test_amounts_say_something_however_small() -> None:
     amounts = {7728.4: "7,728", 999.994: "999.99", 18.316: "18.32", 0.4: "0.40", 0.0342: "0.034", 0.0: "0.00"}
     assert [dollars(amount) for amount in amounts] == list(amounts.values())
-    assert [_gbit(gbit * 1e9 / 8) for gbit in (0.064, 12.5, 3200)] == ["0.064", "12.5", "3,200"]
+    assert [short(gbit) for gbit in (0.064, 12.5, 3200)] == ["0.064", "12.5", "3,200"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import typer
 from aliquot.catalogue.instances import dollars
 from aliquot.cli.options import Debug
 from aliquot.cli.terminal import one_line_errors, progress, show_table
+from aliquot.core.number_format import short
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType
@@ -219,7 +220,9 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
         "cores": column(lambda item: str(item.physical_cores)),
         "GiB": column(lambda item: f"{item.memory_bytes / _GIB:,.0f}"),
         "for a pod": column(lambda item: f"{pod_gib(item):,.1f}"),
-        "Gbit/s": column(lambda item: "?" if item.network_bytes_per_s is None else _gbit(item.network_bytes_per_s)),
+        "Gbit/s": column(
+            lambda item: "?" if item.network_bytes_per_s is None else short(item.network_bytes_per_s * 8 / 1e9)
+        ),
         "EFA": column(lambda item: str(item.efa_interfaces or "")),
         "AMX": column(lambda item: "yes" if item.amx else ""),
         "GPU": column(lambda item: f"{item.gpus} {item.gpu_name}" if item.gpus else ""),
@@ -234,8 +237,3 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
         columns["tokens/s"] = column(lambda item: f"{plans[item.name].tokens_per_s:,.0f}")
         columns["USD/1B tokens"] = ["?" if usd is None else dollars(usd) for usd in costs]
     return columns
-
-
-def _gbit(bytes_per_s: float) -> str:
-    gbit = bytes_per_s * 8 / 1e9
-    return f"{gbit:.3g}" if gbit < 999.5 else f"{gbit:,.0f}"

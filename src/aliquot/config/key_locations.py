@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import yaml
 
@@ -32,21 +31,17 @@ def key_lines(node: yaml.Node | None, keys: KeyPath = ()) -> Iterator[tuple[KeyP
         yield from key_lines(value, path)
 
 
-class Contradiction(NamedTuple):
-    """The place of a contradiction between keys, and a note on another place that takes part; "" if there is none."""
-
-    location: Location
-    note: str
-
-
-def locate_contradiction(message: str, locations: Mapping[KeyPath, Location], section: KeyPath) -> Contradiction | None:
-    """Return the place of an error about several keys of a config, or None if no key has a location.
+def locate_contradiction(
+    message: str, locations: Mapping[KeyPath, Location], section: KeyPath, place: Location
+) -> tuple[Location, str]:
+    """Return the place of an error about several keys of a config, and the message with a second place if it has one.
 
     The place is that of an override, because the file alone may be consistent, or else of the first key in `message`.
 
     Args:
         message: an error that names keys in the dotted form, or no keys.
         section: the section of the keys if `message` names none.
+        place: the place to return if no key has a location.
     """
     named = [tuple(key.split(".")) for key in _DOTTED_KEY.findall(message)]
     keys = [key for key in named if key in locations]
@@ -54,10 +49,9 @@ def locate_contradiction(message: str, locations: Mapping[KeyPath, Location], se
         keys = [key for key in locations if key[: len(section)] == section and len(key) > len(section) > 0]
     override = next((locations[key] for key in keys if locations[key].startswith(OVERRIDE)), None)
     if override is None:
-        return Contradiction(locations[keys[0]], "") if named and keys else None
+        return (locations[keys[0]] if named and keys else place), message
     other = next((key for key in keys if not locations[key].startswith(OVERRIDE)), None) if named else None
-    note = f"; {locations[other]} sets {'.'.join(other)}" if other is not None else ""
-    return Contradiction(override, note)
+    return override, message + (f"; {locations[other]} sets {'.'.join(other)}" if other is not None else "")
 
 
 @contextmanager

@@ -197,8 +197,7 @@ def _explain(problem: dict[str, Any], locations: Mapping[KeyPath, Location], sou
     message = str(problem["msg"]).removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if error_type == "value_error":
-        contradiction = locate_contradiction(message, locations, keys) if len(written) < 2 else None
-        return (contradiction.location, message + contradiction.note) if contradiction else (place, message)
+        return locate_contradiction(message, locations, keys, place) if len(written) < 2 else (place, message)
     if error_type == ABOUT_KEY:
         return place, f"{'.'.join(keys)} {message}"
     if error_type == "string_type" and isinstance(problem["input"], int | float):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any, Self
 
@@ -70,16 +70,10 @@ class TokenizerFacts:
             )
         return source
 
-    @property
+    @cached_property
     def special_pattern(self) -> re.Pattern[str]:
-        """A pattern that matches any special token."""
-        return _pattern(self.special)
-
-
-@lru_cache(maxsize=8)
-def _pattern(contents: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that matches any of `contents`, and prefers longer matches."""
-    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or "(?!)")
+        """A pattern that matches any special token, and prefers longer matches."""
+        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or "(?!)")
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
     templates would quote this text a second time. A template that accepts text alone gets the text of the record.
     """
     recorded = [{key: part for key, part in message.items() if part is not None} for message in messages]
-    objects, texts = ([change(message) for message in recorded] for change in (_object_arguments, _text_arguments))
+    objects, texts = ([_with_arguments(message, form) for message in recorded] for form in (_as_object, _as_text))
     bases: list[tuple[list[str], Messages]] = [([], objects)]
     if texts != objects:
         bases.append(([] if texts == recorded else ["arguments as JSON text"], texts))
@@ -238,22 +232,16 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def _object_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    def as_object(arguments: Any) -> Any:
-        try:
-            value = decode_json(arguments)
-        except (AttributeError, ValueError):  # AttributeError: not text
-            return arguments
-        return value if isinstance(value, dict) else arguments
-
-    return _with_arguments(message, as_object)
+def _as_object(arguments: Any) -> Any:
+    try:
+        value = decode_json(arguments)
+    except (AttributeError, ValueError):  # AttributeError: not text
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
-def _text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    def as_text(arguments: Any) -> Any:
-        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
-
-    return _with_arguments(message, as_text)
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _with_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

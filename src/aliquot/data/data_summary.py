@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -41,7 +40,7 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
             begun = stream.known_share
             lines.append(f"{name}: streamed; all these numbers are of its beginning, about {begun:.1%} of it")
     for name, batches_of_source in held_out.items():
-        described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length, None)
+        described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length)
         lines += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
     steps = batches.epoch_sequences / batches.global_batch_size
     # The last step of the run may be smaller than a global batch.
@@ -75,35 +74,28 @@ def warnings(batches: Batches, total_steps: int, chosen: bool) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a source that a run trains on."""
-
-    tokens: float  # share of the tokens of the run
-    epochs: float
-
-
-def _shares(batches: Batches, total_steps: int) -> list[Share | None]:
-    """Return the share of each source in the run; [None] for a run with one source."""
+def _shares(batches: Batches, total_steps: int) -> list[str]:
+    """Return a text about the share of each source in the run; an empty text for a run with one source."""
     if len(batches.streams) == 1:
-        return [None]
+        return [""]
     drawn = batches.mixture.drawn(batches.steps.of(total_steps - 1).stop)
     tokens = [float(stream.sequence_tokens) * count for stream, count in zip(batches.streams, drawn, strict=True)]
+    epochs = [
+        f"{count * stream.known_share / stream.packing.sequences:.3g}"
+        for stream, count in zip(batches.streams, drawn, strict=True)
+    ]
     return [
-        Share(source_tokens / sum(tokens), count * stream.known_share / stream.packing.sequences)
-        for stream, source_tokens, count in zip(batches.streams, tokens, drawn, strict=True)
+        f"; {source_tokens / sum(tokens):.2%} of the tokens of this run, {count_of(source_epochs, 'epoch')}"
+        for source_tokens, source_epochs in zip(tokens, epochs, strict=True)
     ]
 
 
-def _described(store: TokenStore, packing: Packing, sequence_length: int, share: Share | None) -> Iterator[str]:
+def _described(store: TokenStore, packing: Packing, sequence_length: int, share: str = "") -> Iterator[str]:
     tokens = len(store.tokens)
     learned = store.labels if store.keeps_whole else packing.labels
     kinds = ", ".join(count_of(count, *TITLES[kind]) for kind, count in store.formats.items())
     described_kinds = f"{kinds}; " if kinds else ""
-    shown_share = ""
-    if share is not None:
-        shown_share = f"; {share.tokens:.2%} of the tokens of this run, {count_of(f'{share.epochs:.3g}', 'epoch')}"
-    yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){shown_share}"
+    yield f"{described_kinds}{learned:,} of {tokens:,} tokens are learned ({learned / tokens:.1%}){share}"
     yield from irregularities(store)
     if store.keeps_whole:
         if note := store.length_note(sequence_length):

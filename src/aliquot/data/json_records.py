@@ -64,25 +64,21 @@ def _record_in(line: bytes, where: str) -> object:
             message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
             raise DataError(message, where) from error
         raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
-    return _unambiguous(record, _repeated(keys), where)
+    return _unambiguous(record, keys, where)
 
 
-def _unambiguous(record: object, repeated: str, where: str) -> object:
-    """Return the record. Raises BadRecordError if `repeated`, the message about a repeated key, is not empty."""
-    if repeated:
-        raise BadRecordError(repeated, where, KEY_TWICE)
+def _unambiguous(record: object, keys: UniqueKeys, where: str) -> object:
+    """Return the record. Raises BadRecordError if `keys` has recorded a repeated key."""
+    if keys.repeated is not None:
+        raise BadRecordError(repeated_name("key", *keys.repeated), where, KEY_TWICE)
     return record
 
 
-def _repeated(keys: UniqueKeys) -> str:
-    return repeated_name("key", *keys.repeated) if keys.repeated else ""
+def _whole_object(path: Path, start: bytes) -> tuple[object, UniqueKeys] | None:
+    """Return (object, its keys) of a file that is one JSON object over several lines.
 
-
-def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
-    """Return (object, message about a repeated key) of a file that is one JSON object over several lines.
-
-    The message is empty if no key is repeated. Returns None if the first line is a record, or if the file is not a JSON
-    object. Raises DataError if the file holds several objects.
+    Returns None if the first line is a record, or if the file is not a JSON object. Raises DataError if the file holds
+    several objects.
     """
     line, ended, _ = start.partition(b"\n")
     if not ended:
@@ -101,7 +97,7 @@ def _whole_object(path: Path, start: bytes) -> tuple[object, str] | None:
                 "JSON objects over several lines: write one record a line (jq -c . FILE does)", path
             ) from error
         return None
-    return (value, _repeated(keys)) if isinstance(value, dict) else None
+    return (value, keys) if isinstance(value, dict) else None
 
 
 def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -116,8 +112,8 @@ def _json_array(file: BinaryIO, position: Callable[[], int], path: Path, section
         raise DataError(f"not a JSON array of records ({error})", path) from None
 
 
-def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
-    """Yield (element, message about a repeated key) of a JSON array; the message is empty if no key is repeated."""
+def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, UniqueKeys]]:
+    """Yield (element, its keys) of a JSON array; the keys are those of the last element."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     keys = UniqueKeys()
     scan = json.JSONDecoder(object_pairs_hook=keys).raw_decode
@@ -148,4 +144,4 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, str]]:
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:
             number += 1
-            yield element, _repeated(keys)
+            yield element, keys

@@ -265,7 +265,19 @@ class _Builder:
         for path in (answers_path, text_path):
             if damage(path) is None:
                 return path
-        return self._make(source, text_path, answers_path, progress)
+        spec, cut = self._encoding(source)
+
+        def report_written(done_bytes: int) -> None:
+            progress(done_bytes, source.total_bytes)
+
+        def write(directory: Path) -> None:
+            with EncoderPool(spec, section.num_proc) as encoders:
+                writer = tokenize(source.documents(), cut, self._dtype, directory, encoders, report_written)
+            if writer.useful == 0:
+                raise DataError(why_unusable(writer.documents, writer.left_out, writer.firsts), source.label)
+            report_written(source.total_bytes)
+
+        return cached(answers_path if spec.answers else text_path, write)
 
     def segment_maker(self, source: Source, progress: Progress) -> SegmentMaker:
         """Return the maker of the token stream of `source`, after it has made the first segment."""
@@ -296,22 +308,6 @@ class _Builder:
 
     def _path(self, ingredients: list[Any]) -> Path:
         return self.root / "tokens" / hashlib.sha256(json.dumps(ingredients).encode()).hexdigest()
-
-    def _make(self, source: Source, text_path: Path, answers_path: Path, progress: Progress) -> Path:
-        spec, cut = self._encoding(source)
-        path = answers_path if spec.answers else text_path
-
-        def report_written(done_bytes: int) -> None:
-            progress(done_bytes, source.total_bytes)
-
-        def write(directory: Path) -> None:
-            with EncoderPool(spec, self.section.num_proc) as encoders:
-                writer = tokenize(source.documents(), cut, self._dtype, directory, encoders, report_written)
-            if writer.useful == 0:
-                raise DataError(why_unusable(writer.documents, writer.left_out, writer.firsts), source.label)
-            report_written(source.total_bytes)
-
-        return cached(path, write)
 
     def _encoding(self, source: Source) -> tuple[EncoderSpec, Cut | None]:
         """Return how to encode the documents of `source`, of which the first one decides whether they have answers."""

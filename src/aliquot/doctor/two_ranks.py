@@ -63,13 +63,13 @@ def run_two_ranks(subject: Subject) -> dict[str, Any]:
 
 
 def _start(rank: int, group: NodeGroup, subject: Subject) -> subprocess.Popen[str]:
-    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    variables |= {"MASTER_ADDR": group.address, "MASTER_PORT": str(group.port), "GROUP_RANK": "0"}
-    variables |= {"GROUP_WORLD_SIZE": "1", SECRET_VARIABLE: group.secret}
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": group.run_id}
+    variables = {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": group.address, "MASTER_PORT": str(group.port), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+        SECRET_VARIABLE: group.secret, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": group.run_id,
+    }  # fmt: skip
     inherited = {name: value for name, value in subject.environ.items() if not name.startswith("TORCHELASTIC")}
-    command = python_command("-m", "aliquot.doctor.two_ranks")
-    pipe = subprocess.PIPE
+    command, pipe = python_command("-m", "aliquot.doctor.two_ranks"), subprocess.PIPE
     return subprocess.Popen(command, env=inherited | variables, stdout=pipe, stderr=pipe, text=True)
 
 
