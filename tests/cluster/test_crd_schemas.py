@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from aliquot.cluster import rules_schemas
+from aliquot.cluster import check
 from aliquot.cluster.check import check_manifests
 from aliquot.cluster.findings import RuleFinding
 from aliquot.cluster.kind_schemas import KindSchema, read_crds, supported
@@ -201,12 +201,10 @@ def test_core_kinds_are_judged_by_kubernetes_validate() -> None:
 
 
 def test_missing_extra_names_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_schemas, "find_spec", lambda name: None)
+    monkeypatch.setattr(check, "find_spec", lambda name: None)
     text = "apiVersion: v1\nkind: PersistentVolumeClaim\nmetadata: {name: a}\nspec: {accessMode: x, volumeName: [1]}\n"
-    found = {each.rule: each for each in checked(text)}
-    assert {"not-judged", "unknown-field", "malformed"} <= set(found)
-    assert found["not-judged"].fix == "pip install 'aliquot[cluster]'" and found["not-judged"].level == "warning"
-    assert "accessMode" in found["unknown-field"].message and found["unknown-field"].fix == "did you mean accessModes?"
+    (found,) = checked(text)
+    assert (found.rule, found.level, found.fix) == ("not-judged", "warning", "pip install 'aliquot[cluster]'")
 
 
 @pytest.mark.parametrize("schema", [{"properties": "x"}, {"type": "box"}, {"type": "object", "required": "a"}])

@@ -24,7 +24,7 @@ from aliquot.cluster import live_cluster
 from aliquot.cluster.capacity import check_quota
 from aliquot.cluster.job_status import job_pods, why_waiting
 from aliquot.cluster.job_view import job_views
-from aliquot.cluster.live_cluster import Kubectl, Refused, Versions, ask_cluster, check_versions
+from aliquot.cluster.live_cluster import Kubectl, Refused, Version, ask_cluster, check_versions, operator_versions
 from aliquot.cluster.manifests import ManifestObject
 from aliquot.cluster.render import documents, parsed
 from aliquot.core.errors import ClusterError
@@ -185,7 +185,7 @@ def deployment(image: str) -> dict[str, Any]:
 
 
 def test_versions_from_images() -> None:
-    found = Versions.from_deployments(
+    found = operator_versions(
         [
             deployment("ghcr.io/kubeflow/trainer/trainer-controller-manager:v2.1.0"),
             deployment("registry.k8s.io/jobset/jobset:v0.10.1@sha256:abc"),
@@ -194,24 +194,26 @@ def test_versions_from_images() -> None:
             deployment("localhost:5000/kueue/other"),
         ]
     )
-    assert found == Versions(trainer=(2, 1), jobset=(0, 10), karpenter=(1, 14), kueue=(0, 19))
+    assert found == {"trainer": (2, 1), "jobset": (0, 10), "karpenter": (1, 14), "kueue": (0, 19)}
 
 
 @pytest.mark.parametrize(
     "installed, queue, rules",
     [
-        (Versions((2, 3), (0, 12), (1, 14), (0, 19)), "q", []),
-        (Versions((2, 3), (0, 10), (1, 14), None), None, ["versions"]),
-        (Versions((2, 1), (0, 10), (1, 14), None), None, ["trainer-dialect"]),
-        (Versions((2, 1), (0, 10), (1, 14), (0, 19)), "q", ["trainer-dialect", "versions"]),
-        (Versions((2, 3), (0, 12), (1, 14), (0, 16)), "q", ["versions"]),
-        (Versions((2, 3), (0, 12), (0, 37), None), None, ["versions"]),
-        (Versions(), None, []),
+        ({"kueue": (0, 19)}, "q", []),
+        ({"jobset": (0, 10)}, None, ["versions"]),
+        ({"trainer": (2, 1), "jobset": (0, 10)}, None, ["trainer-dialect"]),
+        ({"trainer": (2, 1), "jobset": (0, 10), "kueue": (0, 19)}, "q", ["trainer-dialect", "versions"]),
+        ({"kueue": (0, 16)}, "q", ["versions"]),
+        ({"karpenter": (0, 37)}, None, ["versions"]),
+        (dict.fromkeys(("trainer", "jobset", "karpenter")), None, []),
     ],
 )
-def test_version_rules(installed: Versions, queue: str | None, rules: list[str]) -> None:
+def test_version_rules(installed: dict[str, Version | None], queue: str | None, rules: list[str]) -> None:
+    everywhere = {"trainer": (2, 3), "jobset": (0, 12), "karpenter": (1, 14)} | installed
+    known = {name: version for name, version in everywhere.items() if version is not None}
     manifests: list[ManifestObject] = parsed(cpu_job(queue=queue))
-    assert [each.rule for each in check_versions(installed, manifests)] == rules
+    assert [each.rule for each in check_versions(known, manifests)] == rules
 
 
 class Named(Kubectl):

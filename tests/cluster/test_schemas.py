@@ -13,11 +13,10 @@ import kubernetes_validate
 import pytest
 
 from aliquot import __version__
-from aliquot.cluster.check import check_manifests
+from aliquot.cluster.check import KUBERNETES, check_manifests
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.manifests import parse_manifests
 from aliquot.cluster.render import commands, documents, render, write
-from aliquot.cluster.rules_schemas import KUBERNETES
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import ClusterError
 from aliquot.planner.plan import PhaseMemory

@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from aliquot.cluster.check import KUBERNETES
 from aliquot.cluster.kind_schemas import read_crds
-from aliquot.cluster.rules_schemas import KUBERNETES
 
 FILE = Path(__file__).resolve().parents[2] / "src" / "aliquot" / "cluster" / "facts.json"
 

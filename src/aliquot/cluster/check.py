@@ -1,27 +1,39 @@
-"""Run `aliquot cluster check`: apply all rules to manifests and, if known, to the run's config and plan."""
+"""Run `aliquot cluster check`: apply all rules to manifests and, if known, to the run's config and plan.
+
+An object must also match the schema of its kind, including CEL rules. If aliquot is installed without the extra
+`cluster`, a finding says that objects are not checked against their schemas.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
 
 from aliquot.cluster.capacity import check_admission
 from aliquot.cluster.comparison import check_invariants, check_mounted_config, rendered_job
-from aliquot.cluster.findings import RuleFinding
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
-from aliquot.cluster.kind_schemas import KindSchema, supported
-from aliquot.cluster.manifests import ManifestObject, select_kinds
+from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported
+from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
 from aliquot.cluster.node_fields import check_node_class, check_pool, check_references
-from aliquot.cluster.node_pool_view import pool_view
+from aliquot.cluster.node_pool_view import is_label_value, pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config
 from aliquot.cluster.rules_environment import check_environment
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
-from aliquot.cluster.rules_schemas import check_schemas
 from aliquot.cluster.rules_security import check_secrets, check_security
 from aliquot.cluster.storage_fields import check_storage
+
+KUBERNETES = "1.34"  # version of the core kinds
+
+_NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
+_API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
+_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
+_KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 
 
 def check_manifests(
@@ -39,7 +51,7 @@ def check_manifests(
     views = job_views(manifests)
     twins = [(view, job or rendered_job(view, manifests)) for view in views]
     groups: list[Iterable[RuleFinding]] = [
-        check_schemas(manifests, known),
+        _check_schemas(manifests, known),
         *(check_pool(pool) for pool in pools),
         *(check_node_class(node_class, pools) for node_class in select_kinds(manifests, "EC2NodeClass")),
         check_references(manifests),
@@ -71,3 +83,79 @@ def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleF
 def errors_first(findings: Sequence[RuleFinding]) -> list[RuleFinding]:
     """Return the findings without repetitions."""
     return sorted(dict.fromkeys(findings), key=lambda item: item.level != "error")
+
+
+def _check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    """Check that all objects match their schemas.
+
+    `known` may have several schemas of a kind, for different versions of an operator. The newest schema that knows all
+    fields counts, because only the fields tell for which version an object was written.
+    """
+    missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        message = f"no object was checked against its schema: {' and '.join(missing)} are not installed"
+        yield finding("not-judged", "schemas", message, "pip install 'aliquot[cluster]'")
+    for manifest in manifests:
+        api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
+        if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
+            yield finding("malformed", manifest, f"apiVersion is {api_version!r}", "like v1 or karpenter.sh/v1")
+            continue
+        if not (isinstance(kind, str) and kind.isalnum()):
+            yield finding("malformed", manifest, f"kind is {kind!r}", "a word")
+            continue
+        yield from _check_names(manifest)
+        if not missing:
+            yield from _judged(manifest, known)
+
+
+def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    from aliquot.cluster.schemas import core_violations, violations
+
+    candidates = schemas_of_kind(manifest.document, known)
+    group = str(manifest.document["apiVersion"]).rpartition("/")[0]
+    results = [(violations(manifest.document, schema), schema.source) for schema in candidates]
+    violations_found, source = min(
+        results,
+        key=lambda result: sum(violation.rule == "unknown-field" for violation in result[0]),
+        default=(list[Violation](), ""),
+    )
+    if not violations_found:
+        # Of a custom object, kubernetes-validate can check only the metadata: pass them as those of a ConfigMap.
+        metadata_alone = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest.document.get("metadata")}
+        core = core_violations(manifest.document if is_core(group) else metadata_alone, KUBERNETES)
+        if core is None or not (candidates or is_core(group)):
+            yield from _unknown(manifest, known)
+        violations_found, source = core or [], f"Kubernetes {KUBERNETES}"
+    for violation in violations_found:
+        yield finding(violation.rule, manifest, f"{violation.message} ({source})", violation.fix)
+
+
+def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:
+    """Report an object of an unknown kind: as an error if its API group is known, else as not checked."""
+    api_version = str(manifest.document["apiVersion"])
+    group = api_version.rpartition("/")[0]
+    kinds = sorted({f"{schema.api_version} {schema.kind}" for schema in known if schema.group == group})
+    if not kinds and not is_core(group):
+        groups = {schema.group for schema in known}
+        fix = did_you_mean(group, groups, "--crds DIR with its CRD, or --live", similarity=0.8)
+        yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
+        return
+    fix = did_you_mean(f"{api_version} {manifest.kind}", kinds, "see `kubectl api-resources`")
+    yield finding("unknown-kind", manifest, f"{api_version} has no {manifest.kind}", fix)
+
+
+def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
+    """Check names, labels and annotations by the rules of the API server that are not part of any schema."""
+    metadata = mapping(manifest.document.get("metadata"))
+    name = metadata.get("name")
+    if name is None and metadata.get("generateName") is None:
+        yield finding("missing-field", manifest, "metadata.name is missing", "give it")
+    elif isinstance(name, str) and (len(name) > 253 or not _NAME.match(name)):
+        yield finding("field-value", manifest, f"metadata.name is {name!r}", "small letters, digits, - and .")
+    for part in ("labels", "annotations"):
+        for key, value in mapping(metadata.get(part)).items():
+            if not _KEY.match(str(key)):
+                yield finding("field-value", manifest, f"metadata.{part} has {key!r}", "a name, or domain/name")
+            if part == "labels" and isinstance(value, str) and not is_label_value(value):
+                fix = "at most 63 letters, digits, -, _ and ."
+                yield finding("field-value", manifest, f"metadata.labels.{key} is {value!r}", fix)

@@ -117,8 +117,7 @@ def rendered_job(view: JobView, manifests: Sequence[ManifestObject]) -> Job | No
 
 def check_invariants(view: JobView, job: Job | None, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Check a job against what every run needs, and against its rendered twin if `job` is known."""
-    twin = next(iter(job_views(parsed(job))), None) if job is not None else None
-    yield from judge_fields(_POD, view.pod, view.manifest, twin and twin.pod)
+    yield from judge_fields(_POD, view.pod, view.manifest)
     if view.runtime is not None:
         yield from judge_fields(_RUNTIME, view.runtime.get(), view.runtime)
     for kind, fields in _QUEUES.items():
@@ -129,8 +128,8 @@ def check_invariants(view: JobView, job: Job | None, manifests: Sequence[Manifes
         for variable in _VARIABLES:
             if re.fullmatch(variable.names, name) and variable.breaks(value, view, job):
                 yield finding(variable.rule, view.manifest, f"env {name} is {value!r}", variable.fix)
-    if job is not None and twin is not None:
-        yield from _failures(view, twin)
+    if job is not None:
+        yield from _failures(view, job_views(parsed(job))[0])
         if job.section.is_elastic and view.runtime is not None and view.runtime.get("spec", "podGroupPolicy"):
             message = f"cluster.nodes is {job.section.nodes}, and podGroupPolicy waits for all {view.nodes} nodes"
             yield finding("failure-rules", view.runtime, message, "no podGroupPolicy, or a fixed number of nodes")

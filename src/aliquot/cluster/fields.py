@@ -1,7 +1,4 @@
-"""Judge single fields of Kubernetes objects: a table row names a field and the values that keep a run alive.
-
-A value that aliquot renders is always right, so a row also serves as a comparison with the rendered twin of an object.
-"""
+"""Judge single fields of Kubernetes objects: a table row names a field and the values that keep a run alive."""
 
 from __future__ import annotations
 
@@ -28,18 +25,12 @@ class Field:
     absent: Any = None  # the value that a missing field has for its controller
     level: Level | None = None
 
-    def judge(self, document: Any, where: object, rendered: Any = None) -> Iterator[RuleFinding]:
-        """Yield a finding for each value that is not safe.
-
-        Args:
-            rendered: what aliquot renders in the place of `document`; None if nothing is.
-        """
+    def judge(self, document: Any, where: object) -> Iterator[RuleFinding]:
+        """Yield a finding for each value that is not safe."""
         keys = self.path.split("/") if self.path else []
         for path, value in values(document, keys):
             effective = self.absent if value is None else value
-            if self.is_safe(effective) or (
-                rendered is not None and value in (item for _, item in values(rendered, keys))
-            ):
+            if self.is_safe(effective):
                 continue
             shown = (
                 f"{value!r}"
@@ -53,9 +44,9 @@ class Field:
             yield finding(self.rule, where, message.format(path=path, value=shown), fix, self.level)
 
 
-def judge_fields(fields: Sequence[Field], document: Any, where: object, rendered: Any = None) -> Iterator[RuleFinding]:
+def judge_fields(fields: Sequence[Field], document: Any, where: object) -> Iterator[RuleFinding]:
     for field in fields:
-        yield from field.judge(document, where, rendered)
+        yield from field.judge(document, where)
 
 
 def values(document: Any, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:

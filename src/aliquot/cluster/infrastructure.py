@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 
-from aliquot.cluster import pod, security
+from aliquot.cluster import pod
 from aliquot.cluster.job import GPU, POOL_LABEL, Job
 from aliquot.cluster.manifests import Document, compact, literal, to_yaml
 
@@ -225,7 +225,7 @@ def wait_containers(job: Job, any_run: bool = False) -> list[Document]:
     if job.section.storage.kind == "claim":
         return []
     paths = [literal(path) for path in pod.directories(job, any_run)]
-    return [_container(job, ["await", str(_WAIT_S), *paths], security.container_security())]
+    return [_container(job, ["await", str(_WAIT_S), *paths], pod.container_security())]
 
 
 def _container(job: Job, arguments: list[str], security: Document) -> Document:

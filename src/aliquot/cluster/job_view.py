@@ -116,7 +116,7 @@ def job_views(manifests: Sequence[ManifestObject]) -> list[JobView]:
     return [_view(job, runtimes) for job in select_kinds(manifests, "TrainJob")]
 
 
-def _patches(job: ManifestObject) -> Iterator[tuple[object, dict[str, Any]]]:
+def patches(job: ManifestObject) -> Iterator[tuple[object, dict[str, Any]]]:
     """Yield (replicated job, pod template) of every patch in a TrainJob.
 
     Kubeflow Trainer 2.1 calls the patches podTemplateOverrides, later versions call them runtimePatches.
@@ -128,11 +128,6 @@ def _patches(job: ManifestObject) -> Iterator[tuple[object, dict[str, Any]]]:
             yield replicated.get("name"), mapping(dig(replicated, *_POD))
 
 
-def patched_jobs(job: ManifestObject) -> list[object]:
-    """Return the names of the replicated jobs that the patches of a TrainJob are for."""
-    return [name for name, _ in _patches(job)]
-
-
 def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     kind = job.get("spec", "runtimeRef", "kind") or "ClusterTrainingRuntime"
     runtime_key = (kind, job.get("spec", "runtimeRef", "name"))
@@ -141,7 +136,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
     fields = {key: trainer.get(key) for key in ("image", "command", "args", "env")}
     container = compact(name=NODE, **fields, resources=trainer.get("resourcesPerNode"))
     base = next((mapping(spec.get("template")) for name, spec in job_specs(runtime) if name == NODE), {})
-    template = reduce(_patched, [base, *(patch for _, patch in _patches(job)), {"spec": {"containers": [container]}}])
+    template = reduce(_patched, [base, *(patch for _, patch in patches(job)), {"spec": {"containers": [container]}}])
     policy = mapping(runtime.get("spec", "mlPolicy")) if runtime is not None else {}
     nodes = trainer.get("numNodes", policy.get("numNodes"))
     return JobView(

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import yaml
 
-from aliquot.cluster.findings import did_you_mean
 from aliquot.cluster.quantity import parse
 from aliquot.core.decode import BoundedFastLoader
 from aliquot.core.errors import ManifestError
@@ -144,15 +143,12 @@ def schemas_of_kind(document: dict[str, Any], known: Sequence[KindSchema]) -> li
     return [schema for schema in known if (schema.api_version, schema.kind) == key]
 
 
-def well_typed(document: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
-    """Return `document` without values of the wrong type, and a violation for each of them and each unknown field.
+def well_typed(document: dict[str, Any]) -> dict[str, Any]:
+    """Return `document` without nulls and values of the wrong type.
 
-    Nulls are removed. A number or boolean in place of text becomes text, because the writer most likely meant text. A
-    field is known if any supported version has it.
+    A number or boolean in place of text becomes text, because the writer most likely meant text.
     """
-    violations: list[Violation] = []
-    value = _well_typed(document, _schema_of_all_versions(str(document.get("kind"))), "", violations)
-    return value or {}, violations
+    return _well_typed(document, _schema_of_all_versions(str(document.get("kind")))) or {}
 
 
 @cache
@@ -187,47 +183,29 @@ def expected_kind(schema: dict[str, Any]) -> str | None:
     return cast("str | None", schema.get("type"))
 
 
-def _well_typed(value: Any, schema: dict[str, Any], path: str, violations: list[Violation]) -> Any:
-    """Return `value` without parts of the wrong type, or None; append a violation for each such part."""
+def _well_typed(value: Any, schema: dict[str, Any]) -> Any:
+    """Return `value` without parts of the wrong type, or None."""
     kind = expected_kind(schema)
     if kind == "array":
         if not isinstance(value, list):
-            violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
             return None
-        inner = schema.get("items", {})
-        elements = [_well_typed(item, inner, f"{path}[{index}]", violations) for index, item in enumerate(value)]
-        return [item for item in elements if item is not None]
+        items = [_well_typed(item, schema.get("items", {})) for item in value]
+        return [item for item in items if item is not None]
     if kind == "object":
         if not isinstance(value, dict):
-            violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
             return None
-        present = {key: item for key, item in value.items() if item is not None}
-        fields = {}
-        for key, item in present.items():
-            here, below = f"{path}.{key}".lstrip("."), schema_below(schema, key)
-            if below is None:
-                fix = did_you_mean(key, schema["properties"], "see `kubectl explain`")
-                violations.append(Violation("unknown-field", here, fix))
-            fields[key] = _well_typed(item, below or {}, here, violations)
+        fields = {key: _well_typed(item, schema_below(schema, key)) for key, item in value.items() if item is not None}
         return {key: item for key, item in fields.items() if item is not None}
-    if kind is None:
-        return value
     if kind == "string" and isinstance(value, datetime.date):
         return value.isoformat()  # the API server reads YAML dates as text
-    if _SCALARS[kind](value):
+    if kind is None or _SCALARS[kind](value):
         return value
-    violations.append(Violation("malformed", f"{path} is {value!r}", EXPECTED[kind]))
     if kind == "string" and isinstance(value, bool | int | float):
         return str(value).lower() if isinstance(value, bool) else str(value)
     return None
 
 
-def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any] | None:
-    """Return the schema of field `key` in a mapping; None if the field is unknown, {} if any value is allowed."""
-    properties, more = schema.get("properties", {}), schema.get("additionalProperties")
-    if key in properties:
-        return cast("dict[str, Any]", properties[key])
-    if isinstance(more, dict):
-        return more
-    opaque = schema.get("x-kubernetes-preserve-unknown-fields") or not properties
-    return {} if more or opaque else None
+def schema_below(schema: dict[str, Any], key: Any) -> dict[str, Any]:
+    """Return the schema of field `key` in a mapping; {} for an unknown field, and if any value is allowed."""
+    more = schema.get("additionalProperties")
+    return schema.get("properties", {}).get(key) or (more if isinstance(more, dict) else {})

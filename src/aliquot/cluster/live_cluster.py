@@ -46,7 +46,7 @@ Version = tuple[int, int]
 # Trainer was built with (2.1.0 has 0.10.1, 2.3.0 has 0.12.0). karpenter.sh/v1 exists since Karpenter 1.0. Kueue up to
 # 0.16 supports podTemplateOverrides; Kueue since 0.17 supports runtimePatches and only Trainer 2.2 and later
 # (kubernetes-sigs/kueue issues 11931 and 14722).
-# The ends of the operators' image names, by which `Versions` recognises the operators:
+# The ends of the operators' image names, by which `operator_versions` recognises the operators:
 _IMAGES = {
     "trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter/controller", "kueue": "kueue",
 }  # fmt: skip
@@ -145,7 +145,7 @@ def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterato
     for group, (name, where) in _OPERATORS.items():
         if group in needed and group not in groups:
             yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
-    yield from check_versions(Versions.from_deployments(kubectl.get("deployments", "--all-namespaces")), manifests)
+    yield from check_versions(operator_versions(kubectl.get("deployments", "--all-namespaces")), manifests)
 
 
 def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -224,48 +224,36 @@ def _permission(refused: Refused) -> RuleFinding:
     return finding("permission", name, f"{verb} {name} was refused", f"a role that allows {verb} on {name}")
 
 
-@dataclass(frozen=True)
-class Versions:
-    """The installed versions of operators as (major, minor).
-
-    None means that the operator is not installed, or that the tag of its image is no version.
-    """
-
-    trainer: Version | None = None
-    jobset: Version | None = None
-    karpenter: Version | None = None
-    kueue: Version | None = None
-
-    @classmethod
-    def from_deployments(cls, deployments: Sequence[Mapping[str, Any]]) -> Versions:
-        """Read the versions from the image tags of the cluster's Deployments."""
-        versions: dict[str, Version] = {}
-        for deployment in deployments:
-            for container in listed(dig(dict(deployment), "spec", "template", "spec", "containers")):
-                image = str(container.get("image")).partition("@")[0]
-                tag = re.search(r":v?(\d+)\.(\d+)[^/:]*$", image)
-                for name, part in _IMAGES.items():
-                    if tag is not None and f"/{image[: tag.start()]}".endswith(f"/{part}"):
-                        versions.setdefault(name, (int(tag[1]), int(tag[2])))
-        return cls(**versions)
+def operator_versions(deployments: Sequence[dict[str, Any]]) -> dict[str, Version]:
+    """Read the versions of the operators from the image tags of the cluster's Deployments."""
+    versions: dict[str, Version] = {}
+    for deployment in deployments:
+        for container in listed(dig(deployment, "spec", "template", "spec", "containers")):
+            image = str(container.get("image")).partition("@")[0]
+            tag = re.search(r":v?(\d+)\.(\d+)[^/:]*$", image)
+            for name, part in _IMAGES.items():
+                if tag is not None and f"/{image[: tag.start()]}".endswith(f"/{part}"):
+                    versions.setdefault(name, (int(tag[1]), int(tag[2])))
+    return versions
 
 
-def check_versions(installed: Versions, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    trainer, jobset = installed.trainer, installed.jobset
+def check_versions(installed: Mapping[str, Version], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    """Check that the installed versions of operators, by name, suit the manifests and each other."""
+    trainer, jobset, karpenter, kueue = (installed.get(name) for name in _IMAGES)
     if trainer is not None:
         yield from _dialect(trainer, manifests)
         needed = _JOBSET_OF_TRAINER.get(trainer)
         if needed is not None and jobset is not None and jobset < needed:
             fix = f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it"
             yield finding("versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}", fix)
-    if installed.karpenter is not None and installed.karpenter < (1, 0):
+    if karpenter is not None and karpenter < (1, 0):
         fix = "Karpenter 1.x"
-        yield finding("versions", "Karpenter", f"{_dotted(installed.karpenter)} does not serve karpenter.sh/v1", fix)
+        yield finding("versions", "Karpenter", f"{_dotted(karpenter)} does not serve karpenter.sh/v1", fix)
     queued = any(view.queue is not None for view in job_views(manifests))
-    if queued and trainer is not None and installed.kueue is not None:
-        new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, installed.kueue >= (0, 17)
+    if queued and trainer is not None and kueue is not None:
+        new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, kueue >= (0, 17)
         if new_trainer != new_kueue:
-            message = f"{_dotted(installed.kueue)} with Kubeflow Trainer {_dotted(trainer)}"
+            message = f"{_dotted(kueue)} with Kubeflow Trainer {_dotted(trainer)}"
             fix = "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3"
             yield finding("versions", "Kueue", message, fix)
 

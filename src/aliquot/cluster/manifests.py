@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.kind_schemas import Violation, well_typed
+from aliquot.cluster.kind_schemas import well_typed
 from aliquot.core.decode import BoundedLoader, TooDeepError, describe_yaml_error
 from aliquot.core.errors import ManifestError
 
@@ -56,19 +56,14 @@ class ManifestObject:
 
     def get(self, *path: str | int) -> Any:
         """Return the value at a path of keys and list indices; None if a part of the path is missing."""
-        return dig(self._well_typed[0], *path)
+        return dig(self._well_typed, *path)
 
     def items(self, *path: str | int) -> list[Any]:
         """Return the mappings in the list at `path`; empty if there is no list."""
         return [item for item in listed(self.get(*path)) if isinstance(item, dict)]
 
-    @property
-    def violations(self) -> list[Violation]:
-        """Return unknown fields, and values of the wrong type, which `get` and `items` do not return."""
-        return self._well_typed[1]
-
     @cached_property
-    def _well_typed(self) -> tuple[dict[str, Any], list[Violation]]:
+    def _well_typed(self) -> dict[str, Any]:
         return well_typed(self.document)
 
     def __str__(self) -> str:

@@ -36,7 +36,6 @@ _DISCONTINUED = {
     "torchtune": "torchtune is discontinued",
 }
 _GPU_IMAGE = re.compile(r"nvidia|gpu|cuda|neuron", re.IGNORECASE)
-_EKS_IMAGE = re.compile(r"eks|bottlerocket", re.IGNORECASE)
 # Families whose GPUs need NVIDIA's driver 595; AWS' images for EKS nodes have 580 (release v20260714). Source, with the
 # way to build an image: doc/usage/g7-ami.md in github.com/awslabs/amazon-eks-ami.
 _NEWER_DRIVER = {"g7"}

@@ -9,7 +9,7 @@ from typing import Any
 from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
 from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import EFA, GPU
-from aliquot.cluster.job_view import NODE, JobView, job_specs, patched_jobs
+from aliquot.cluster.job_view import NODE, JobView, job_specs, patches
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.pod import ANCESTOR
 from aliquot.cluster.quantity import GIB, MIB, parse
@@ -107,7 +107,7 @@ def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
 def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
     yield from judge_fields(_RUNTIME, runtime.get(), runtime)
     known = [item.get("name") for item in runtime.items("spec", "template", "spec", "replicatedJobs")]
-    for name in patched_jobs(job.manifest):
+    for name, _ in patches(job.manifest):
         if name not in known:
             fix = did_you_mean(name, map(str, known), "the name of a replicated job of the runtime", similarity=0.0)
             yield finding("container-name", job.manifest, f"patches {name!r}, which the runtime does not have", fix)

@@ -10,22 +10,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from aliquot.cluster.fields import values
 from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
+from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 
 # The references in a pod spec: kind, and path to the name; `*` stands for all items of a list.
 _REFERENCES = (
-    ("PersistentVolumeClaim", "volumes.*.persistentVolumeClaim.claimName"),
-    ("ConfigMap", "volumes.*.configMap.name"),
-    ("Secret", "volumes.*.secret.secretName"),
-    ("ConfigMap", "volumes.*.projected.sources.*.configMap.name"),
-    ("Secret", "volumes.*.projected.sources.*.secret.name"),
-    ("ConfigMap", "containers.*.env.*.valueFrom.configMapKeyRef.name"),
-    ("Secret", "containers.*.env.*.valueFrom.secretKeyRef.name"),
-    ("ConfigMap", "containers.*.envFrom.*.configMapRef.name"),
-    ("Secret", "containers.*.envFrom.*.secretRef.name"),
-    ("Secret", "imagePullSecrets.*.name"),
+    ("PersistentVolumeClaim", "volumes/*/persistentVolumeClaim/claimName"),
+    ("ConfigMap", "volumes/*/configMap/name"),
+    ("Secret", "volumes/*/secret/secretName"),
+    ("ConfigMap", "volumes/*/projected/sources/*/configMap/name"),
+    ("Secret", "volumes/*/projected/sources/*/secret/name"),
+    ("ConfigMap", "containers/*/env/*/valueFrom/configMapKeyRef/name"),
+    ("Secret", "containers/*/env/*/valueFrom/secretKeyRef/name"),
+    ("ConfigMap", "containers/*/envFrom/*/configMapRef/name"),
+    ("Secret", "containers/*/envFrom/*/secretRef/name"),
+    ("Secret", "imagePullSecrets/*/name"),
     ("ServiceAccount", "serviceAccountName"),
     ("PriorityClass", "priorityClassName"),
 )
@@ -47,7 +48,7 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
 
 def _references(job: JobView) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each object that the job and its pods need."""
-    references = [(kind, value) for kind, path in _REFERENCES for value in _values(job.pod, path.split("."))]
+    references = [(kind, value) for kind, path in _REFERENCES for _, value in values(job.pod, path.split("/"))]
     references += [("LocalQueue", job.queue), ("Namespace", job.manifest.get("metadata", "namespace"))]
     yield from (
         (kind, name) for kind, name in references if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE
@@ -74,16 +75,6 @@ def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFin
         if names and queue.name == job.queue and (other := queue.get("spec", "clusterQueue")) not in names:
             message = f"spec.clusterQueue is {other!r}, which is not among the manifests"
             yield finding("reference", queue, message, did_you_mean(other, names, "check it, too", 0.0))
-
-
-def _values(value: Any, path: Sequence[str]) -> Iterator[Any]:
-    if not path:
-        yield value
-    elif path[0] == "*":
-        for item in listed(value):
-            yield from _values(item, path[1:])
-    else:
-        yield from _values(mapping(value).get(path[0]), path[1:])
 
 
 def _reference(

@@ -6,7 +6,7 @@ codes, and the init container that waits for the directories. Each job has a sep
 
 from __future__ import annotations
 
-from aliquot.cluster import pod, security
+from aliquot.cluster import pod
 from aliquot.cluster.infrastructure import wait_containers
 from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifests import Document, compact
@@ -56,11 +56,11 @@ def training_runtime(job: Job) -> Document:
     pod_spec = compact(
         restartPolicy="Never",  # JobSet restarts all nodes, because a single rank cannot rejoin its peers
         terminationGracePeriodSeconds=job.grace_s if _old_dialect(job) else None,
-        securityContext=security.pod_security() if _old_dialect(job) else None,
+        securityContext=pod.pod_security() if _old_dialect(job) else None,
         **_scheduling(job),
         automountServiceAccountToken=False,  # an IAM role and Trainer's status have separate tokens
         initContainers=wait_containers(job),
-        containers=[_node_container(job, securityContext=security.container_security())],
+        containers=[_node_container(job, securityContext=pod.container_security())],
         volumes=[pod.shared_volume(job)] if wait_containers(job) else None,
     )
     job_set = _job_set(job, pod_spec, _ANCESTOR, elastic=job.section.is_elastic)
@@ -85,13 +85,13 @@ def cluster_training_runtime(job: Job) -> Document:
         workingDir="/tmp",  # the SDK writes its script to the working directory, and any user may write to /tmp
         env=[*pod.environment(job), {"name": _SHUTDOWN_TIMEOUT, "value": str(job.grace_s - _BEFORE_KUBELET_S)}],
         resources={"requests": requests, "limits": limits},
-        securityContext=security.container_security(),
+        securityContext=pod.container_security(),
         volumeMounts=pod.volume_mounts(job, with_config=False),
     )
     pod_spec = compact(
         restartPolicy="Never",
         terminationGracePeriodSeconds=job.grace_s,
-        securityContext=security.pod_security(),
+        securityContext=pod.pod_security(),
         nodeSelector=pod.node_selector(job),
         tolerations=pod.tolerations(job),
         affinity=pod.affinity(job, any_job=True),
@@ -160,7 +160,7 @@ def _old_dialect(job: Job) -> bool:
 
 def _patches(job: Job) -> Document:
     """Write the pod fields for Trainer 2.2 and later."""
-    spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=security.pod_security())
+    spec = _pod(job, terminationGracePeriodSeconds=job.grace_s, securityContext=pod.pod_security())
     replicated = {"name": NODE, "template": {"spec": {"template": {"spec": spec}}}}
     runtime = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     return {"runtimePatches": [{"manager": _MANAGER, "trainingRuntimeSpec": runtime}]}
