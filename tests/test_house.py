@@ -24,6 +24,7 @@ SMALL_FILE = 100
 # Each is started by its name, would close a circle of imports, or is one of several files with a subject each.
 SMALL_ALL_THE_SAME = {
     "cli/main", "distributed/fork_server", "distributed/rank_process", "doctor/examine", "doctor/storage_checks",
+    "optim/schedule",
 }  # fmt: skip
 # Participles, pronouns and prepositions say nothing of what a name stands for.
 PRIVATE_WORDS = re.compile(r"told|found|kept|met|given|wanted|each|own|beside|behind|(of|by)_\w+")

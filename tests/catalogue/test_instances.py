@@ -34,14 +34,6 @@ def test_every_type_has_karpenters_allocatable_cpu() -> None:
         assert each.allocatable_cpu_millicores == allocatable_cpu_millicores(each.vcpus), each.name
 
 
-def test_c7i_8xlarge_offers_less_than_its_memory() -> None:
-    node = instance("c7i.8xlarge")
-    assert (node.vcpus, node.physical_cores, node.memory_bytes) == (32, 16, 64 * GIB)
-    assert node.allocatable_memory_bytes == 57_691 * MIB < 64 * GIB
-    assert (node.family, node.size, node.amx, node.efa_interfaces) == ("c7i", "8xlarge", True, 0)
-    assert (node.network_bytes_per_s, node.usd_per_hour) == (1_562_500_000, 1.428)
-
-
 def test_gpu_type() -> None:
     node = instance("g6e.8xlarge")
     assert (node.gpus, node.gpu_name, node.gpu_memory_bytes) == (1, "l40s", 45_776 * MIB)
@@ -63,32 +55,6 @@ def test_amx_is_sapphire_rapids_and_later() -> None:
     assert {"c7i", "m7i", "r7i", "r7iz", "i7i", "i7ie", "u7i-12tb", "c7i-flex", "m7i-flex"} <= families
     assert {"c8i", "m8i", "r8i", "x8i", "c8i-flex", "c8ib", "m8in", "g7e", "p5en", "p6-b200", "trn2"} <= families
     assert not families & {"c6i", "m6i", "c7a", "m7g", "i4i", "p5", "g6e", "c7gn", "hpc7a", "hpc6id", "x8g", "m8a"}
-
-
-def test_the_seeds_efa_list() -> None:
-    """`describe-instance-types` for *7i* with EFA, as the Korean guide prints it."""
-    listed = [
-        "u7i-6tb.112xlarge",
-        "r7iz.32xlarge",
-        "r7i.metal-48xl",
-        "i7ie.metal-48xl",
-        "m7i.48xlarge",
-        "i7ie.48xlarge",
-        "c7i.metal-48xl",
-        "i7i.metal-48xl",
-        "r7iz.metal-32xl",
-        "r7i.48xlarge",
-        "i7i.48xlarge",
-        "i7i.24xlarge",
-        "c7i.48xlarge",
-        "m7i.metal-48xl",
-    ]
-    for name in listed:
-        assert instance(name).efa_interfaces > 0
-        assert instance(name).physical_cores * 2 == instance(name).vcpus
-    assert {each.name for each in instances() if each.family in ("c7i", "m7i", "r7i") and each.efa_interfaces} == {
-        name for name in listed if name.startswith(("c7i.", "m7i.", "r7i."))
-    }
 
 
 def test_cores_where_a_vcpu_is_a_core() -> None:

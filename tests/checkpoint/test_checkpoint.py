@@ -22,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 from aliquot.checkpoint import restore as restore_module
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
@@ -37,7 +36,7 @@ from aliquot.tensor_io.manifest import read_manifest, read_state, verify
 from aliquot.tensor_io.parts import Part
 from tests.checkpoint.saving import PROGRESS, save
 from tests.examples import examples
-from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world, value_of
+from tests.tensor_io.world import SMALL, Died, FakeStore, PipedRanks, Tensors, run_world
 
 CONFIGURED = {
     "model": {"dtype": "auto"}, "data": {}, "train": {"precision": "fp32", "compile": "layers"},
@@ -70,33 +69,6 @@ def restore_small(directory: Path, ranks: Any = None, tensors: Tensors = SMALL) 
 
 def digests(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
-
-
-def test_files_do_not_depend_on_the_world_size(tmp_path: Path) -> None:
-    saved = {}
-    for world in (1, 2, 3):
-        root = tmp_path / str(world)
-        assert (
-            run_world(world, lambda ranks, root=root: save_small(root, ranks=ranks)) == [root / "step-00000100"] * world
-        )
-        assert [path.name for path in root.iterdir()] == ["step-00000100"]
-        saved[world] = digests(root / "step-00000100")
-        verify(root / "step-00000100")
-    assert saved[1] == saved[2] == saved[3]
-    assert set(saved[1]) == {
-        *("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors"),
-        *("state.json", "manifest.json", "config.json", "tokenizer.json"),
-    }
-    weights = load_file(tmp_path / "3" / "step-00000100" / "model.safetensors")
-    assert list(weights) != [] and all(tensor.dtype == torch.float32 for tensor in weights.values())
-    for part in FakeStore(SMALL, kinds=["weight"]).parts():
-        assert torch.equal(weights[part.name].flatten(), value_of(part))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_restored_at_any_world_size(world: int, tmp_path: Path) -> None:
-    run_world(2, lambda ranks: save_small(tmp_path, ranks=ranks))
-    assert run_world(world, lambda ranks: restore_small(tmp_path / "step-00000100", ranks)) == [STATE] * world
 
 
 shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -62,8 +62,8 @@ def restores(directory: Path, states: str, tensors: Tensors, ranks: Any) -> bool
     return all(torch.equal(store.values[part], expected.values[part]) for part in expected.parts())
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("tensors", [SMALL, LARGE])
 def test_files_are_the_same_and_restored_at_any_world_size(tmp_path: Path, states: str, tensors: Tensors) -> None:
     found = {}

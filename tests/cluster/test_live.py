@@ -10,9 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +29,7 @@ from aliquot.core.errors import ClusterError
 from tests.cluster.apiserver import NEEDS_SERVER, kubectl
 from tests.cluster.cases import cpu_job
 from tests.cluster.crd import TRAINERS
+from tests.stores.http_server import Handler, serving
 
 # As EKS answers a user whose role has no binding.
 _GROUPS = {
@@ -48,23 +47,23 @@ def resources(version: str, kinds: list[tuple[str, str, bool]]) -> dict[str, Any
     return {"kind": "APIResourceList", "groupVersion": version, "resources": listed}
 
 
-class Refusing(BaseHTTPRequestHandler):
+class Refusing(Handler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].strip("/")
         parts = path.split("/")
         if path == "api":
-            self._answer(200, {"kind": "APIVersions", "versions": ["v1"]})
+            self.answer({"kind": "APIVersions", "versions": ["v1"]})
         elif path == "apis":
             groups = [
                 {"name": name, "versions": [{"groupVersion": f"{name}/{version}", "version": version}],
                  "preferredVersion": {"groupVersion": f"{name}/{version}", "version": version}}
                 for name, (version, _) in _GROUPS.items()
             ]  # fmt: skip
-            self._answer(200, {"kind": "APIGroupList", "groups": groups})
+            self.answer({"kind": "APIGroupList", "groups": groups})
         elif path == "api/v1":
-            self._answer(200, resources("v1", _CORE))
+            self.answer(resources("v1", _CORE))
         elif len(parts) == 3 and parts[0] == "apis":
-            self._answer(200, resources(f"{parts[1]}/{parts[2]}", _GROUPS[parts[1]][1]))
+            self.answer(resources(f"{parts[1]}/{parts[2]}", _GROUPS[parts[1]][1]))
         else:
             group = parts[1] if parts[0] == "apis" else ""
             rest = parts[3:] if parts[0] == "apis" else parts[2:]
@@ -72,38 +71,24 @@ class Refusing(BaseHTTPRequestHandler):
             verb = "get" if len(spaced) > 1 else "list"
             name = spaced[0] if spaced else path
             message = f'{name} is forbidden: User "dev" cannot {verb} resource "{name}" in API group "{group}"'
-            self._answer(403, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Forbidden",
-                               "message": message, "code": 403})  # fmt: skip
-
-    def _answer(self, code: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
+            self.answer({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "Forbidden",
+                         "message": message, "code": 403}, 403)  # fmt: skip
 
 
 @pytest.fixture
 def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    config = {
-        "apiVersion": "v1", "kind": "Config", "current-context": "x",
-        "clusters": [{"name": "x", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-        "users": [{"name": "x", "user": {}}],
-        "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
-    }  # fmt: skip
-    file = tmp_path / "kubeconfig"
-    file.write_text(json.dumps(config))
-    monkeypatch.setenv("KUBECONFIG", str(file))
-    monkeypatch.setenv("HOME", str(tmp_path))  # where kubectl caches what a server has
-    yield
-    server.shutdown()
-    server.server_close()
+    with serving(Refusing) as address:
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "x",
+            "clusters": [{"name": "x", "cluster": {"server": address}}],
+            "users": [{"name": "x", "user": {}}],
+            "contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}],
+        }  # fmt: skip
+        file = tmp_path / "kubeconfig"
+        file.write_text(json.dumps(config))
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        monkeypatch.setenv("HOME", str(tmp_path))  # where kubectl caches what a server has
+        yield
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

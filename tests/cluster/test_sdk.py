@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from aliquot.cluster.trainjob import cluster_training_runtime
 from tests.cluster.apiserver import NEEDS_SERVER, Server, kubectl
 from tests.cluster.cases import cpu_job
 from tests.runs import free_port, write_config
+from tests.stores.http_server import Handler, serving
 
 pytestmark = NEEDS_SERVER
 
@@ -90,29 +89,14 @@ def variables_of_a_pod(url: str, token: Path) -> dict[str, str]:
     }
 
 
-class controller:
+def controller(server: Server, name: str) -> AbstractContextManager[str]:
     """What Trainer's own server does with a post: it becomes the status of the TrainJob."""
 
-    def __init__(self, server: Server, name: str) -> None:
-        class Posts(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                status: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                code, answer = server.request(
-                    "PATCH", f"{JOBS}/{name}/status", {"status": status}, "application/merge-patch+json"
-                )
-                assert code == 200, answer
-                self.send_response(200)
-                self.end_headers()
+    class Posts(Handler):
+        def do_POST(self) -> None:
+            status = {"status": json.loads(self.body())}
+            code, answer = server.request("PATCH", f"{JOBS}/{name}/status", status, "application/merge-patch+json")
+            assert code == 200, answer
+            self.answer()
 
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self._http = HTTPServer(("127.0.0.1", 0), Posts)
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def __enter__(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_port}"
-
-    def __exit__(self, *reason: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+    return serving(Posts)

@@ -81,22 +81,16 @@ def test_mount_of_the_nearest_directory_above(tmp_path: Path) -> None:
     assert mount_of(Path("/x"), tmp_path / "none").kind == "unknown file system"
 
 
-def test_lock_of_killed_local_run_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reused", [False, True])
+def test_lock_of_killed_local_run_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reused: bool
+) -> None:
+    """Also where its process id is another process's now: a restarted container has the ids of the one before."""
     monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    (tmp_path / BEATING_LOCK).write_text(
-        json.dumps({"machine": run_lock.namespace_id("pid"), "pid": dead.pid, "mark": "x"})
-    )
-    with RunDirectory(tmp_path).lock.hold():
-        pass
-
-
-def test_reused_process_id_is_not_the_dead_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted container has the same process ids and the same namespace id."""
-    monkeypatch.setattr(run_lock, "WATCH_S", 1e6)
-    before = {"machine": run_lock.namespace_id("pid"), "pid": os.getpid(), "started": 1, "mark": "x"}
-    (tmp_path / BEATING_LOCK).write_text(json.dumps(before))
+    holder = {"pid": os.getpid(), "started": 1} if reused else {"pid": dead.pid}
+    (tmp_path / BEATING_LOCK).write_text(json.dumps({"machine": run_lock.namespace_id("pid"), "mark": "x", **holder}))
     with RunDirectory(tmp_path).lock.hold():
         pass
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -21,6 +19,7 @@ from aliquot.data.remote_files import find_remote
 from aliquot.data.sources import source_of
 from aliquot.stores.store import open_store
 from tests import runs
+from tests.stores.http_server import Handler, serving
 from tests.stores.s3_server import BUCKET, S3Server
 
 FILES = {
@@ -43,35 +42,24 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
         generation = hashlib.sha1(objects[name]).hexdigest()
         return {"name": name, "bucket": BUCKET, "size": str(len(objects[name])), "generation": generation}
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(Handler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
             asked, (_, _, name) = parse_qs(url.query), unquote(url.path).partition(f"/b/{BUCKET}/o")
             if url.path.startswith("/download/"):
                 start, stop = self.headers["Range"].removeprefix("bytes=").split("-")
-                self.answer(206, objects[name[1:]][int(start) : int(stop) + 1])
+                self.answer(objects[name[1:]][int(start) : int(stop) + 1], 206)
             elif name:
                 is_there = name[1:] in objects
-                self.answer(200 if is_there else 404, json.dumps(facts(name[1:]) if is_there else {}).encode())
+                self.answer(facts(name[1:]) if is_there else {}, 200 if is_there else 404)
             else:
                 listed = [facts(found) for found in sorted(objects) if found.startswith(asked.get("prefix", [""])[0])]
-                self.answer(200, json.dumps({"items": listed}).encode())
+                self.answer({"items": listed})
 
-        def answer(self, status: int, data: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+    with serving(Server) as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
         monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
         yield objects
-        server.shutdown()
 
 
 @pytest.fixture(params=["s3", "memory", "file", "hf", "gs"])

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.stores.http_server import Handler, serving
 
 _COMMIT = "a" * 40
+
+
+def entry(name: str, data: bytes) -> dict[str, object]:
+    """A file in the listing of a repository; git's id of a file follows from its content."""
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
 @contextmanager
@@ -17,7 +22,7 @@ def hub_with(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
     """Its address, and the names of the files that were fetched from it."""
     fetched: list[str] = []
 
-    class Hub(BaseHTTPRequestHandler):
+    class Hub(Handler):
         def do_HEAD(self) -> None:
             self._answer()
 
@@ -29,11 +34,7 @@ def hub_with(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
         def _answer(self) -> str | None:
             path, name = self.path.partition("?")[0], None
             if "/tree/" in path:
-                entries = [
-                    {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                    for file, data in files.items()
-                ]
-                content = json.dumps(entries).encode()
+                content = json.dumps([entry(file, data) for file, data in files.items()]).encode()
             elif path.startswith("/api/models/"):
                 content = json.dumps(
                     {
@@ -48,24 +49,9 @@ def hub_with(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
             else:
                 self.send_error(404)
                 return None
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-            self.send_header("X-Repo-Commit", _COMMIT)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+            etag = hashlib.sha1(content).hexdigest()
+            self.answer(content, headers={"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT})
             return name
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", fetched
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Hub) as address:
+        yield address, fetched

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from aliquot.observe.metrics import MetricsWriter
 from aliquot.observe.run_directory import RunDirectory
 from tests import runs
 from tests.runs import command, free_port, write_config
+from tests.stores.http_server import Handler, serving
 
 SERVER = """
 import sys, werkzeug.serving
@@ -197,31 +197,21 @@ def test_a_run_of_two_ranks_goes_to_both_and_is_resumed(
     assert len(list((tmp_path / "run/wandb").glob("offline-run-*"))) == 2
 
 
-class Recorder(BaseHTTPRequestHandler):
-    posts: list[dict[str, Any]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.posts.append({"path": self.path, "authorization": self.headers["Authorization"], **json.loads(body)})
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[tuple[dict[str, str], list[dict[str, Any]]]]:
     """(the variables that the controller sets, what was posted)."""
     posts: list[dict[str, Any]] = []
-    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Recorder,), {"posts": posts}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    class Recorder(Handler):
+        def do_POST(self) -> None:
+            facts = {"path": self.path, "authorization": self.headers["Authorization"]}
+            posts.append({**facts, **json.loads(self.body())})
+            self.answer()
+
     token = tmp_path / "token"
     token.write_text("abc\n")
-    address = f"http://127.0.0.1:{server.server_port}/apis/trainer/v1alpha1/namespaces/default/trainjobs/x/status"
-    yield {URL: address, TOKEN: str(token)}, posts
-    server.shutdown()
-    server.server_close()
+    with serving(Recorder) as address:
+        yield {URL: f"{address}/apis/trainer/v1alpha1/namespaces/default/trainjobs/x/status", TOKEN: str(token)}, posts
 
 
 def values(post: dict[str, Any]) -> dict[str, str]:

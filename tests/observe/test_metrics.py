@@ -28,14 +28,6 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "run/metrics.jsonl"
-    metrics = MetricsFile(path)
-    metrics.write({"step": 1, "loss": 2.5, "memory_bytes": [1, 2]})
-    assert json.loads(path.read_text()) == {"step": 1, "loss": 2.5, "memory_bytes": [1, 2]}
-    metrics.close()
-
-
 @given(written=st.integers(0, 12), resumed=st.integers(0, 15), cut=st.integers(0, 20))
 def test_resumed_curve_is_clean(tmp_path_factory: pytest.TempPathFactory, written: int, resumed: int, cut: int) -> None:
     """The first attempt is killed with a line half written, then continues from a checkpoint at `resumed`."""

@@ -33,7 +33,6 @@ from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize, batch_size
-from aliquot.distributed.auto_ranks import resolve_auto_ranks
 from aliquot.distributed.topology import Topology
 from aliquot.machine.matmul import faster_precision_here
 from aliquot.observe.run_directory import RunDirectory
@@ -154,17 +153,6 @@ def test_traffic_is_in_the_metrics(two_ranks: Path) -> None:
     assert sent == sorted(sent) and sent[0] > 0  # the ranks tell each other their losses
     assert curve(two_ranks, "staged_bytes")[6] > 0
     assert set(curve(two_ranks, "wire_bytes").values()) == {0}  # no weights, no gradients
-
-
-@pytest.mark.long
-def test_automatic_ranks_give_the_same_curve(folder: Path, alone: Path) -> None:
-    config = write_config(folder, "automatic", launch={"ranks": "auto"})
-    result = command("train", config)
-    assert result.returncode == 0, result.stderr
-    assert curve(folder / "automatic") == pytest.approx(curve(alone), rel=1e-5)
-    settings = read_config(config, [])
-    ranks = resolve_auto_ranks(settings.launch, settings)[0].ranks
-    assert f"{ranks} rank{'s' if ranks != 1 else ''} x " in result.stdout
 
 
 @pytest.mark.long
@@ -405,19 +393,6 @@ def test_complete_run_finishes_a_killed_retention(folder: Path, alone: Path) -> 
     assert len(list((copy / "checkpoints").glob("step-*"))) == 2
     aliquot.train(aliquot.read_config(folder / "alone.yaml", [f"run.directory={copy}", "checkpoint.keep=1"]))
     assert [path.name for path in (copy / "checkpoints").iterdir()] == ["step-00000006"]
-
-
-@pytest.mark.long
-def test_the_export_has_the_dtype_of_the_source(folder: Path, alone: Path, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(alone / "export", dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
-    AutoTokenizer.from_pretrained(alone / "export").save_pretrained(tmp_path / "bf16")
-    config = write_config(folder, "from-bf16", train={"max_steps": 1, "num_train_epochs": 1})
-    source = ["model.config=null", "data.tokenizer_vocab_size=null", f"model.path={tmp_path}/bf16"]
-    aliquot.train(aliquot.read_config(config, source))
-    exported = load_file(folder / "from-bf16" / "export" / "model.safetensors")
-    assert {values.dtype for values in exported.values()} == {torch.bfloat16}
-    written = json.loads((folder / "from-bf16" / "export" / "config.json").read_text())
-    assert written["dtype"] == "bfloat16" and written["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.long

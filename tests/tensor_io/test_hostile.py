@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,27 +144,6 @@ def test_a_file_that_shrinks_or_grows_under_way(tmp_path: Path) -> None:
         fill(FakeStore(tensors, kinds=["weight"], zeros=True), maps)
 
 
-def test_links_that_lead_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
-    with pytest.raises(UserError):
-        ByteMap.from_directory(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "a.safetensors").symlink_to("b.safetensors")
-    (tmp_path / "b.safetensors").symlink_to("a.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
-    with pytest.raises(UserError, match="a link"):
-        ByteMap.from_directory(tmp_path)
-    index.unlink()
-    index.symlink_to(index.name)
-    with pytest.raises(UserError):
-        ByteMap.from_directory(tmp_path)
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    with pytest.raises(UserError):
-        ByteMap.from_directory(loop)
-
-
 def signed(fields: dict[str, Any]) -> bytes:
     """A manifest whose own checksum fits, whatever it says."""
     own = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
@@ -227,19 +207,28 @@ def test_a_manifest_of_endless_blocks(tmp_path: Path, size: int) -> None:
         read_manifest(tmp_path)
 
 
-def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [MANIFEST, "a"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.name)], ids=["fifo", "link to itself"])
+def test_a_checkpoint_with_what_is_no_file(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     (tmp_path / "a").write_bytes(b"12")
-    good = manifest_bytes({"a": checksum(b"12")}, [])
-    os.mkfifo(tmp_path / MANIFEST)
+    (tmp_path / MANIFEST).write_bytes(manifest_bytes({"a": checksum(b"12")}, []))
+    (tmp_path / name).unlink()
+    make(tmp_path / name)
     with pytest.raises(DamagedCheckpoint):
         read_manifest(tmp_path)
-    (tmp_path / MANIFEST).unlink()
-    (tmp_path / MANIFEST).symlink_to(MANIFEST)
-    with pytest.raises(DamagedCheckpoint):
-        read_manifest(tmp_path)
-    (tmp_path / MANIFEST).unlink()
-    (tmp_path / MANIFEST).write_bytes(good)
-    (tmp_path / "a").unlink()
-    (tmp_path / "a").symlink_to("a")
-    with pytest.raises(DamagedCheckpoint):
-        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("link", "directory"), [("model.safetensors", "."), ("model.safetensors.index.json", "."), ("loop", "loop")]
+)
+def test_links_that_lead_nowhere(tmp_path: Path, link: str, directory: str) -> None:
+    (tmp_path / link).symlink_to(link)
+    with pytest.raises(UserError):
+        ByteMap.from_directory(tmp_path / directory)
+
+
+def test_index_of_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").symlink_to("a.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors"}}))
+    with pytest.raises(UserError, match="a link"):
+        ByteMap.from_directory(tmp_path)

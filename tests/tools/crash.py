@@ -20,7 +20,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ from aliquot.distributed.signals import Terminated
 from aliquot.tensor_io.manifest import verify
 from tests import plain
 from tests.run.test_streaming_run import corpus
-from tests.runs import OVERFITTING, WORDS, curve, other_text, write_config
+from tests.runs import OVERFITTING, WORDS, curve, free_port, other_text, write_config
 
 STEPS = 12
 RANKS = 2
@@ -166,10 +165,7 @@ def crash(kills: int, seed: int, folder: Path) -> dict[str, int]:
 
 def _start(config: Path, pauses: int | None) -> list[int]:
     """Fork the ranks of a run; their process ids. `pauses`: seed of random pauses around what makes things durable."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for rank in range(RANKS):
         child = os.fork()
         if child == 0:

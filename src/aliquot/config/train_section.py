@@ -61,10 +61,6 @@ class CosineWithMinLr(Cosine):
         if self.min_lr is not None and self.min_lr > peak:
             raise ValueError(f"min_lr {self.min_lr:g} is above train.learning_rate {peak:g}")
 
-    def lowest(self, peak: float) -> float:
-        """Return the lowest learning rate as a fraction of `peak`."""
-        return self.min_lr / peak if self.min_lr is not None else self.min_lr_rate or 0.0
-
 
 class CosineWarmupWithMinLr(CosineWithMinLr):
     warmup_lr_rate: float | None = Field(None, ge=0.0, le=1.0)
