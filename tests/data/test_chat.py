@@ -81,11 +81,29 @@ def said(template: str, messages: list[dict[str, str]]) -> list[str]:
 
 
 def test_only_the_assistants_words_and_their_end_are_learned() -> None:
-    assert said(MARKED, TALK) == ["dog é 12345</s>", "stop</s>"]
-    assert said(CHATML, TALK) == ["dog é 12345</s>\n", "stop</s>\n"]
-    assert said(STRICT, TALK) == ["dog é 12345</s>\n", "stop</s>\n"]
-    assert said(CHATML, TALK[:1]) == []
-    assert said(CHATML, TALK[1:]) == ["dog é 12345</s>\n", "stop</s>\n"]
+    for template, messages, answers in (
+        (MARKED, TALK, ["dog é 12345</s>", "stop</s>"]),
+        (CHATML, TALK, ["dog é 12345</s>\n", "stop</s>\n"]),
+        (STRICT, TALK, ["dog é 12345</s>\n", "stop</s>\n"]),
+        (CHATML, TALK[:1], []),
+        (CHATML, TALK[1:], ["dog é 12345</s>\n", "stop</s>\n"]),
+    ):
+        assert said(template, messages) == answers
+
+
+def test_the_next_role_s_marker_ends_an_answer_without_an_end() -> None:
+    """As GLM's models stop; the template of `trl` for training adds the same tokens."""
+    plain, training = made("glm4moe"), made("glm4moe_training")
+    for tokenizer_of_glm in (plain, training):
+        tokenizer_of_glm.add_tokens(["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"], special_tokens=True)
+    for shape in ("one answer", "two answers", "call, answer", "system in the middle"):
+        text, ids, mask, _ = encoded(plain, SHAPES[shape])
+        assert (text, ids, mask) == encoded(training, SHAPES[shape])[:3]
+        assert text.endswith(("fox<|user|>", "jumps<|user|>"))
+    spelt_out = {"messages": [{"role": "user", "content": "what is <|user|>?"}, TALK[1]], "context": 0}
+    spec = EncoderSpec("unused", True, (), (), answers=True, templated=True, special_tokens_as_text=True)
+    ids, mask, notes = encode_record(plain, json.dumps(spelt_out), spec)
+    assert ids and mask[-1] and ids.count(ids[-1]) == 2, notes
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, CHATML.replace("m.content", "m.content.strip()")])

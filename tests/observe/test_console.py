@@ -192,8 +192,7 @@ def test_an_estimate_is_a_band() -> None:
 
 def lines(directory: Path, exported: bool = True, is_chat: bool = False, speed: float = 4000.0) -> dict[str, str]:
     outcome = Outcome([], Speed(speed, 0.0, None), None, directory / "export" if exported else None, is_chat)
-    now = 1_700_000_150.0
-    return dict(summary(read_run(directory), RunDirectory(directory), outcome, now))
+    return dict(summary(read_run(directory), RunDirectory(directory), outcome, now=1_700_000_150.0))
 
 
 def test_a_run_ends_with_its_result(tmp_path: Path) -> None:

@@ -130,10 +130,9 @@ def test_plan_and_run_have_one_vocabulary_and_the_same_errors(tmp_path: Path) ->
     base = [f"data.tokenizer={tmp_path}/tokenizer", "data.tokenizer_vocab_size=null"]
     for change in ([], ["model.config.vocab_size=299"], ["model.add_tokens=[<a>]"]):
         config = read_config(file, [*base, *change, f"run.directory={tmp_path}/{len(change)}{change[-1:]}"])
-        planned = aliquot.plan(config, SERVER).parameters
         aliquot.train(config)
-        export = AutoModelForCausalLM.from_pretrained(Path(config.run.directory) / "export")
-        assert export.num_parameters() == planned, change
+        exported = AutoModelForCausalLM.from_pretrained(Path(config.run.directory) / "export")
+        assert exported.num_parameters() == aliquot.plan(config, SERVER).parameters, change
     for change, reason in (
         (["model.config.vocab_size=200"], "the tokenizer has 290 tokens and the model's embedding only 200 rows"),
         (["data.tokenizer=/nowhere"], "no such tokenizer file or directory"),

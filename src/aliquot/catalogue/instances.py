@@ -195,8 +195,7 @@ def allocatable_cpu_millicores(vcpus: int) -> int:
 
     Kubelet reserves 6 % of the first core, 1 % of the second, 0.5 % of two more, 0.25 % of the others.
     """
-    reserved = sum((60, 10, 5, 5)[:vcpus]) + 2.5 * max(0, vcpus - 4)
-    return int(vcpus * 1000 - reserved)
+    return int(vcpus * 1000 - sum((60, 10, 5, 5)[:vcpus]) - 2.5 * max(0, vcpus - 4))
 
 
 def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:

@@ -233,7 +233,10 @@ def _failure_policy(job: Job, torchrun: bool) -> Document:
             *(["condition DisruptionTarget "] if torchrun else []),
         ],
     }
-    patterns = [f"exit code {_BAD_INPUT} "]
-    bad_input = {"name": "badInput", "action": "FailJobSet", **reason, "onJobFailureMessagePatterns": patterns}
-    rules = [stopped, bad_input]
-    return {"maxRestarts": job.section.max_restarts, "rules": rules}
+    bad_input = {
+        "name": "badInput",
+        "action": "FailJobSet",
+        **reason,
+        "onJobFailureMessagePatterns": [f"exit code {_BAD_INPUT} "],
+    }
+    return {"maxRestarts": job.section.max_restarts, "rules": [stopped, bad_input]}

@@ -30,7 +30,7 @@ from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, To
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec
 
-ENCODING = 9  # part of the cache key; increase it whenever a record gets other tokens or another mask
+ENCODING = 10  # part of the cache key; increase it whenever a record gets other tokens or another mask
 
 # A record is encoded as a whole, because answers are located in the whole text. A tokenizer needs about 170 bytes of
 # memory per character, or 400 if every character is a token: 0.7 or 1.6 GiB for the longest record.
@@ -128,7 +128,8 @@ def locate_answers(
 
     The spans are those of the messages with the indices `turns`; None if `turns` is None. The {% generation %} marks of
     the template delimit the turns of the assistant; without marks, a turn extends from its generation prompt to the
-    next message. Turns whose words the template omits have no span. `form` are the messages as changed to fit the
+    next message, and includes the special token that begins this message if no other ends the turn. Turns whose words
+    the template omits have no span. `form` are the messages as changed to fit the
     template, and `changes` describes how, or is None.
     """
     form, changed = fit_messages(template, messages)
@@ -161,7 +162,23 @@ def locate_answers(
         if parts is None:
             raise LeftOut("a record with train_detail for a content that the chat template changes, left out")
         learned += [(start + low, start + high) for low, high in parts]
+        if not template.is_marked and learned[-1][1] == stop:
+            marker = _next_marker(template, form, whole, stop)
+            learned[-1] = (learned[-1][0], stop + len(marker))
+            whole += marker if stop == len(whole) else ""
     return form, whole, learned, changed
+
+
+def _next_marker(template: ChatTemplate, messages: Messages, whole: str, stop: int) -> str:
+    """Return the special token at the beginning of the next message if no special token ends the answer before it.
+
+    Models of such templates (GLM) stop at this token. After the last message it is the token that begins a question.
+    """
+    if whole[:stop].rstrip().endswith(template.tokenizer.special):
+        return ""
+    text = whole if stop < len(whole) else template.attempt([*messages, _QUESTION]) or ""
+    match = template.tokenizer.special_pattern.match(text, stop) if text.startswith(whole) else None
+    return "" if match is None else match[0]
 
 
 def _messages(record: dict[str, Any]) -> tuple[Messages, int]:

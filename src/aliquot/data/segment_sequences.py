@@ -70,8 +70,8 @@ class SegmentSequences(Stream):
             self._add_segment()
         turn, index = divmod(index, self._stops[-1]) if self._is_complete else (0, index)
         segment = bisect_right(self._stops, index)
-        if not self._is_complete:
-            self._segments.begin_after(segment)
+        if not self._is_complete and self._segments.maker is not None:
+            self._segments.maker.begin(segment + 1)
         tokens_before, before = (self._token_stops[segment - 1], self._stops[segment - 1]) if segment else (0, 0)
         return tokens_before, self._epoch(segment, turn), index - before
 

@@ -164,11 +164,6 @@ class TokenStream:
             self._make(index)
         return segment
 
-    def begin_after(self, index: int) -> None:
-        """Begin to make the segments after segment `index`."""
-        if self.maker is not None:
-            self.maker.begin(index + 1)
-
     def open(self, index: int) -> TokenStore:
         """Return the tokens of segment `index`, whose bytes are verified before."""
         directory = segment_directory(self.directory, index)

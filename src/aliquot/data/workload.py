@@ -33,8 +33,7 @@ class BatchSize:
 
         Each micro-batch holds sequences of only one of the `sources`.
         """
-        all_ranks = min(self.total, -(-self.total // self.micro) + sources - 1)
-        return -(-all_ranks // world_size)
+        return -(-min(self.total, -(-self.total // self.micro) + sources - 1) // world_size)
 
     def is_even(self, world_size: int) -> bool:
         """Whether no rank has more sequences than with micro-batches of one sequence."""

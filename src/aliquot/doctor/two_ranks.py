@@ -148,8 +148,7 @@ def _average(ranks: Ranks) -> bool:
     layer(torch.full((1, 4), float(ranks.rank + 1))).sum().backward()
     gradient = layer.weight.grad
     assert isinstance(gradient, DTensor)
-    expected = torch.full((4, 4), (ranks.world_size + 1) / 2)
-    return torch.equal(gradient.full_tensor(), expected)
+    return torch.equal(gradient.full_tensor(), torch.full((4, 4), (ranks.world_size + 1) / 2))
 
 
 def _shared_sum(local: torch.Tensor, total: torch.Tensor, ranks: Ranks) -> bool:

@@ -105,5 +105,4 @@ def _shapes(parameters: Iterable[nn.Parameter]) -> tuple[Shape, ...]:
 def _window(layer: nn.Module, config: PretrainedConfig) -> int | None:
     """Return the attention window of a layer, from its modules or else from the configuration; None: no window."""
     windows = [module.sliding_window for module in layer.modules() if hasattr(module, "sliding_window")]
-    window = windows[0] if windows else getattr(config, "sliding_window", None)
-    return cast("int | None", window)
+    return cast("int | None", windows[0] if windows else getattr(config, "sliding_window", None))

@@ -98,8 +98,7 @@ def _staged_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout, item
     if not shape.embedding_learns:
         return shape.learned_numel * itemsize
     rows = micro_batch_tokens(config, layout.world_size) * (8 + shape.width * itemsize)
-    tied = shape.head is None
-    dense = shape.learned_numel - (0 if tied else numel(shape.embedding))
+    dense = shape.learned_numel - (0 if shape.head is None else numel(shape.embedding))
     return dense * itemsize + rows
 
 

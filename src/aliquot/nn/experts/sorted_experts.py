@@ -149,7 +149,9 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
 
     hidden [T, H], chosen int64 [T, K], scores [T, K] -> [T, H].
     """
-    if hidden.is_cuda and not any(map(_is_misaligned, module.parameters())):
+    # torch's grouped product needs aligned rows.
+    rows_bytes = (w.element_size() * size for w in module.parameters() if w.ndim == 3 for size in w.shape[1:])
+    if hidden.is_cuda and not any(size % 16 for size in rows_bytes):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         result_of_kernel: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, chosen, scores)
@@ -172,11 +174,6 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
     result: Tensor = _SortedExperts.apply(hidden.to(up.dtype), scores, up, down, *biases, mixture)  # type: ignore[no-untyped-call]
     return result.to(hidden.dtype)
-
-
-def _is_misaligned(weight: Tensor) -> bool:
-    """Return whether the rows of a weight are misaligned for torch's grouped product."""
-    return weight.ndim == 3 and any(weight.element_size() * size % 16 for size in weight.shape[1:])
 
 
 @dataclass(frozen=True)
