@@ -187,19 +187,11 @@ class ClusterSection(SectionWithNodes):
     storage: StorageSection
 
     @model_validator(mode="after")
-    def check_reservation(self) -> Self:
+    def check_combinations(self) -> Self:
         if ("reserved" in self.capacity) != (self.capacity_reservation is not None):
             raise ValueError("cluster.capacity: [reserved] and cluster.capacity_reservation belong together")
-        return self
-
-    @model_validator(mode="after")
-    def check_gang_scheduling(self) -> Self:
         if self.gang_scheduling is not None and self.is_elastic:
             raise ValueError(f"cluster.gang_scheduling starts all nodes or none, and cluster.nodes is {self.nodes}")
-        return self
-
-    @model_validator(mode="after")
-    def check_name_length(self) -> Self:
         if self.name is not None and len(self.name) > (limit := max_job_name_length(self.most_nodes)):
             raise ValueError(f"cluster.name has {len(self.name)} letters; with {self.nodes} nodes at most {limit}")
         return self

@@ -276,9 +276,8 @@ def argument_for(name: str, value: str | None) -> str:
 
 def place_of(name: str) -> str | None:
     """Return the dotted key called `name` if only one section has it, among the sections that all runs have."""
-    places = [path for path in known_keys() if path[-1] == name and len(path) == 2]
-    places = [path for path in places if path[0] not in _OPTIONAL_SECTIONS]
-    return ".".join(places[0]) if len(places) == 1 else None
+    sections = [path[0] for path in known_keys() if path[1:] == (name,) and path[0] not in _OPTIONAL_SECTIONS]
+    return f"{sections[0]}.{name}" if len(sections) == 1 else None
 
 
 def hint(name: str) -> str | None:

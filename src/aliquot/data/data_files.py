@@ -179,10 +179,11 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     refuse_pointer(path)
     import pyarrow
 
+    with pyarrow.CompressedInputStream(pyarrow.OSFile(str(path), "rb"), codec) as stream:
+        _refuse_no_text(stream.read(_START_BYTES), path)
     with pyarrow.OSFile(str(path), "rb") as packed:
         stream = pyarrow.CompressedInputStream(packed, codec)
         with io.BufferedReader(stream, 1 << 20) as unpacked:
-            _refuse_no_text(unpacked.peek(_START_BYTES)[:_START_BYTES], path)
             yield unpacked, packed.tell
 
 

@@ -10,7 +10,7 @@ from aliquot.core.number_format import gib
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
-from aliquot.machine.memory import memory_limit, too_little_lockable
+from aliquot.machine.memory import kib_fields, memory_limit, too_little_lockable
 
 _LEAST_BYTES, _GOOD_BYTES = 2 << 30, 6 << 30
 _SHM_BYTES = 1 << 30
@@ -19,8 +19,9 @@ _SHM_BYTES = 1 << 30
 @check("memory", "memory")
 def check_memory(subject: Subject) -> Verdict:
     """Check the memory limit of this process, and the free memory below it."""
-    limit, left = memory_limit(subject.root), _available(subject)
-    source = "RAM" if limit == _meminfo(subject, "MemTotal") else "a control group"
+    ram = kib_fields(subject.root / "proc/meminfo")
+    limit, left = memory_limit(subject.root), _available(subject, ram.get("MemAvailable", 0))
+    source = "RAM" if limit == ram["MemTotal"] else "a control group"
     observed = f"{gib(limit)} by {source}, {gib(left)} of it free"
     fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
@@ -31,9 +32,9 @@ def check_memory(subject: Subject) -> Verdict:
     return "ok", observed, "16 bytes per parameter over all ranks, and activations, must fit"
 
 
-def _available(subject: Subject) -> int:
-    """Return the bytes that can still be allocated, within RAM and the limit of every control group."""
-    free = [_meminfo(subject, "MemAvailable")]
+def _available(subject: Subject, ram_bytes: int) -> int:
+    """Return the bytes that can still be allocated, of `ram_bytes` and within the limit of every control group."""
+    free = [ram_bytes]
     for group in control_groups("memory", subject.root):
         for names in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             limit, use = (read_text(group / name) for name in names)
@@ -43,11 +44,6 @@ def _available(subject: Subject) -> int:
                 cache = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
                 free.append(int(limit or 0) - int(use) + (int(cache[1]) if cache else 0))
     return max(0, min(free))
-
-
-def _meminfo(subject: Subject, name: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB", read_text(subject.root / "proc/meminfo") or "", re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 @check("huge-pages", "transparent huge pages")

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from aliquot.core.python_command import python_command
-from aliquot.doctor.finding import Finding, Level, Subject, Verdict, check
+from aliquot.doctor.finding import Level, Subject, Verdict, check
 from aliquot.machine.torch_compile import cpp_compiler
 
 _TIMEOUT_S = 180
@@ -59,14 +58,10 @@ def check_python_headers(subject: Subject) -> Verdict:
     return "ok", include, "Inductor can build its wrappers"
 
 
-def check_versions(subject: Subject) -> Finding:
-    """Check the installed versions for known problems."""
-    return judge_versions(installed("torch", "transformers", *_GONE))
-
-
 @check("versions", "versions")
-def judge_versions(versions: Mapping[str, str]) -> Verdict:
-    """Judge the versions of the installed packages."""
+def check_versions(subject: Subject) -> Verdict:
+    """Check the installed versions for known problems."""
+    versions = installed("torch", "transformers", *_GONE)
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
     observed = f"Python {sys.version.split()[0]}, {shown}"
     for package, fixed, level, meaning, version_to_install in _TRAPS:

@@ -27,10 +27,10 @@ class MemoryUse:
 def memory_use() -> MemoryUse:
     """Read the memory of this process."""
     if not (_SELF / "smaps_rollup").exists():  # gVisor exposes only sums
-        fields = _kib_fields(_SELF / "status")
+        fields = kib_fields(_SELF / "status")
         rss_bytes, shared_bytes = fields["VmRSS"], fields.get("RssFile", 0) + fields.get("RssShmem", 0)
         return MemoryUse(rss_bytes, rss_bytes - shared_bytes, shared_bytes, rss_bytes)
-    fields = _kib_fields(_SELF / "smaps_rollup")
+    fields = kib_fields(_SELF / "smaps_rollup")
     private = fields["Private_Clean"] + fields["Private_Dirty"] + fields.get("Private_Hugetlb", 0)
     shared = fields["Shared_Clean"] + fields["Shared_Dirty"] + fields.get("Shared_Hugetlb", 0)
     return MemoryUse(fields["Rss"], private, shared, fields["Pss"])
@@ -61,7 +61,7 @@ class PssSampler:
 
 def peak_rss() -> int:
     """Return the peak of resident bytes since the process started or since the last `reset_peak_rss`."""
-    return _kib_fields(_SELF / "status")["VmHWM"]
+    return kib_fields(_SELF / "status")["VmHWM"]
 
 
 def peak_pss(now: MemoryUse) -> int:
@@ -85,13 +85,13 @@ def reset_peak_rss() -> bool:
 
 def unwritten_bytes() -> int:
     """Return the bytes in this machine's page cache that are not on disk yet."""
-    fields = _kib_fields(Path("/proc/meminfo"))
+    fields = kib_fields(Path("/proc/meminfo"))
     return fields.get("Dirty", 0) + fields.get("Writeback", 0)
 
 
 def memory_limit(root: Path = Path("/")) -> int:
     """Return the bytes that all processes of the container can use: the tightest control group's limit, or all RAM."""
-    limits = [_kib_fields(root / "proc/meminfo")["MemTotal"]]
+    limits = [kib_fields(root / "proc/meminfo")["MemTotal"]]
     for group in control_groups("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):
             text = read_text(group / name)
@@ -112,7 +112,7 @@ def too_little_lockable(root: Path = Path("/")) -> int | None:
     return soft if any((root / "dev/infiniband").glob("uverbs*")) else None
 
 
-def _kib_fields(file: Path) -> dict[str, int]:
+def kib_fields(file: Path) -> dict[str, int]:
     """Parse lines like `Name:   12 kB` into bytes."""
     fields = {}
     for line in file.read_text(encoding="utf-8").splitlines():
