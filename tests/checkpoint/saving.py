@@ -11,6 +11,7 @@ from aliquot.checkpoint.retention import Retention
 from aliquot.checkpoint.save import Draft
 from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
 from aliquot.tensor_io.parts import PartSource
+from aliquot.tensor_io.publish import remove_directory
 
 # What every state holds.
 PROGRESS: dict[str, Any] = {
@@ -33,12 +34,12 @@ def save(
 
     What `state` lacks is taken from PROGRESS.
     """
-    draft = Draft.begin(root, step, spec, PROGRESS | dict(state), ranks)
+    draft = Draft(root, step, spec, PROGRESS | dict(state), ranks)
     try:
         written = run_on_all_ranks(ranks, lambda: draft.write(store)).combine(ranks)
         run_on_rank_0(ranks, lambda: draft.publish(written, Retention(keep)))
     except Exception:
         if ranks.rank == 0:
-            draft.abandon()
+            remove_directory(draft.partial)
         raise
     return draft.target

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import aliquot
+from aliquot.checkpoint import save
 from aliquot.checkpoint.remote_checkpoint import complete_steps
-from aliquot.checkpoint.save import Draft
 from aliquot.core.errors import RunDirectoryError
 from aliquot.observe.recorder import Recorder
 from aliquot.observe.run_directory import HEADER, RunDirectory
@@ -91,15 +91,15 @@ def test_run_that_took_the_directory_is_left_alone(tmp_path: Path) -> None:
 
 def test_save_begun_in_another_runs_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run's directory takes the path after the check, and before the checkpoint's first file."""
-    directory, other, begin = tmp_path / "run", tmp_path / "other", Draft.begin
+    directory, other, begin = tmp_path / "run", tmp_path / "other", save.begin
     (other / "checkpoints").mkdir(parents=True)
 
-    def begin_late(*arguments: Any) -> Draft:
+    def begin_late(*arguments: Any) -> Path:
         directory.rename(tmp_path / "moved")
         other.rename(directory)
         return begin(*arguments)
 
-    monkeypatch.setattr(Draft, "begin", begin_late)
+    monkeypatch.setattr(save, "begin", begin_late)
     with pytest.raises(RunDirectoryError, match="removed, renamed or replaced"):
         aliquot.train(aliquot.read_config(write_config(tmp_path, checkpoint={"every": 1})))
     assert contents(directory) == {"checkpoints": ""}

@@ -43,8 +43,7 @@ class Uploader(PhasedWork):
         self._waiting: list[int] = []  # steps of checkpoints to upload next
         self._just_saved: set[int] = set()  # steps whose checkpoints replace an older copy in the store
         self._upload: Upload | None = None
-        # Called with the result of the current phase; returns whether it has begun another phase.
-        self._after_phase: Callable[[Any], bool] = lambda _: False
+        self._after_phase: Callable[[Any], None] = lambda _: None  # called with the result of the current phase
         self._started_at = 0.0
 
     @property
@@ -81,23 +80,22 @@ class Uploader(PhasedWork):
 
         self._begin(prepare, self._send)
 
-    def _begin(self, work: Callable[[], Any], after: Callable[[Any], bool]) -> None:
+    def _begin(self, work: Callable[[], Any], after: Callable[[Any], None]) -> None:
         self._after_phase = after
         self._task = BackgroundTask("aliquot-mirror", work)
 
     def _next_phase(self, task: BackgroundTask) -> None:
-        if not self._after_phase(task.result):
-            self._end()
+        self._after_phase(task.result)
 
-    def _send(self, prepared: tuple[Upload, dict[str, str] | None]) -> bool:
+    def _send(self, prepared: tuple[Upload, dict[str, str] | None]) -> None:
         upload, rank_0_tokens = prepared
         self._upload, tokens = upload, self._ranks.gather(rank_0_tokens)[0]
-        if tokens is None:
-            return False
-        self._begin(lambda: upload.send(tokens), lambda receipts: self._publish(upload, tokens, receipts))
-        return True
+        if tokens is None:  # the store has this checkpoint
+            self._end()
+        else:
+            self._begin(lambda: upload.send(tokens), lambda receipts: self._publish(upload, tokens, receipts))
 
-    def _publish(self, upload: Upload, tokens: dict[str, str], receipts: list[Receipt]) -> bool:
+    def _publish(self, upload: Upload, tokens: dict[str, str], receipts: list[Receipt]) -> None:
         sent: list[Receipt] = [tuple(receipt) for rank in self._ranks.gather(receipts) for receipt in rank]
         retention = Retention(self._settings.keep, self._best)
 
@@ -107,12 +105,11 @@ class Uploader(PhasedWork):
                 upload.publish(tokens, sent, retention)
 
         self._begin(publish, self._announce)
-        return True
 
-    def _announce(self, _: None) -> bool:
+    def _announce(self, _: None) -> None:
         seconds = time.perf_counter() - self._started_at
         self._events.inform(f"checkpoint: step {self._step} is in {self._url}, copied in {seconds:.1f} s")
-        return False
+        self._end()
 
     def _done_bytes(self) -> int:
         return self._upload.sent_bytes if self._upload is not None else 0

@@ -92,7 +92,7 @@ class Saver(PhasedWork):
         began = time.perf_counter()
         try:
             run_on_rank_0(self._ranks, self._events.check_directory)
-            self._draft = Draft.begin(self._root, step, self._spec, state, self._ranks)
+            self._draft = Draft(self._root, step, self._spec, state, self._ranks)
             run_on_rank_0(self._ranks, self._events.check_directory)  # another run may have just replaced the directory
         except UserError as error:
             self._fail(error)
@@ -156,7 +156,7 @@ class Saver(PhasedWork):
             self._task.join()
             self._ranks.gather(None)
         if self._draft is not None and self._ranks.rank == 0:
-            self._draft.abandon()
+            remove_directory(self._draft.partial)
         self._draft = self._live = self._task = None
         # If the run directory was removed or replaced, report that instead of the failed write.
         run_on_rank_0(self._ranks, self._events.check_directory)
@@ -169,27 +169,21 @@ class Saver(PhasedWork):
 class Draft:
     """A checkpoint that is being written, in a temporary directory next to its final path."""
 
-    def __init__(self, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any]) -> None:
+    def __init__(self, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any], ranks: RankGroup) -> None:
+        """Let rank 0 create the temporary directory of `root/step-<step>`, with all files at their sizes. Collective.
+
+        `publish` will replace an existing checkpoint of the same step. `state` is any JSON object; rank 0 writes its
+        own. Raises the same UserError on every rank.
+        """
         self.target = directory_of(root, step)
-        self.partial = Path()
         self._root = root
         self._layouts = {kind: spec.layout(kind, stem, MAX_FILE_BYTES) for kind, stem in STEMS.items()}
         self._files = {file.name: file for layout in self._layouts.values() for file in layout.files}
         self._sizes = {name: file.file_bytes for name, file in self._files.items()}
         self._small_files = {STATE: json.dumps(state, indent=1).encode(), **spec.config_files}
         self._config_names = sorted(spec.config_files)
-
-    @classmethod
-    def begin(cls, root: Path, step: int, spec: CheckpointSpec, state: Mapping[str, Any], ranks: RankGroup) -> Draft:
-        """Let rank 0 create the temporary directory of `root/step-<step>`, with all files at their sizes. Collective.
-
-        `publish` will replace an existing checkpoint of the same step. `state` is any JSON object; rank 0 writes its
-        own. Raises the same UserError on every rank.
-        """
-        draft = cls(root, step, spec, state)
         run_on_rank_0(ranks, lambda: clean_leftovers(root, NAME))
-        draft.partial = begin(draft.target, ranks, draft._prepare)
-        return draft
+        self.partial = begin(self.target, ranks, self._prepare)
 
     def write(self, store: PartSource, watch: Watch | None = None) -> BlockShares:
         """Write and fsync the shards of this rank; return their share of the checksums. Raises UserError."""
@@ -210,10 +204,6 @@ class Draft:
             tidy(self._root, self.target, retention)
         except OSError as error:  # the checkpoint is saved; the next save tries to remove the leftovers again
             _log.warning("leftovers of earlier saves could not be removed: %s", error)
-
-    def abandon(self) -> None:
-        """Remove the temporary directory. Call on rank 0, after the last write of any rank."""
-        remove_directory(self.partial)
 
     def _prepare(self, partial: Path) -> None:
         check_names(self._config_names, taken={STATE, MANIFEST})

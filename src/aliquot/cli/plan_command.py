@@ -134,7 +134,6 @@ def command(
         from aliquot.cli.plan_offers import parse_batches, parse_tokens, print_offers
         from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
-        from aliquot.planner.pictures import memory_svg
 
         for option, value in (("--memory", memory), ("--network", network)):
             if value is not None and not value <= _MAX_SIZE:  # NaN fails this comparison, too
@@ -177,6 +176,8 @@ def command(
         else:
             _print(result, names)
         if picture is not None:
+            from aliquot.planner.pictures import memory_svg
+
             with writing(picture):
                 picture.write_text(memory_svg(result.plan))
             print(f"picture         {picture}", file=sys.stderr)

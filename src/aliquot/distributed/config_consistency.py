@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.deepspeed_json import leaves
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import NodesDifferError
 from aliquot.core.number_format import short_hash
@@ -36,7 +37,7 @@ def check_configs(ranks: Ranks, config: RunConfig) -> None:
 
 def common_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that must be equal on all nodes, by key, and the versions of the software."""
-    settings = dict(_flat(config.model_dump(mode="json", by_alias=True)))
+    settings = dict(leaves(config.model_dump(mode="json", by_alias=True)))
     common = {
         key: _without_paths(key, value)
         for key, value in settings.items()
@@ -74,7 +75,7 @@ def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]
 
     Raises NodesDifferError on every rank, with the first keys that differ.
     """
-    values = dict(_flat(describe()))
+    values = dict(leaves(json.loads(json.dumps(describe(), default=str))))  # as other ranks receive them
     digests = ranks.gather(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -95,14 +96,6 @@ def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> s
     words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MAX_SHOWN]]
     more = f", and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
     return "; ".join(words) + more
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", json.loads(json.dumps(value, default=str))  # as other ranks receive it
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -35,15 +35,8 @@ _LATER_S = 60.0  # NCCL aborts the process this much later than the watch, which
 class Collective:
     """A collective that this rank has enqueued and that has not ended."""
 
-    name: str  # as torch records it, for example `nccl:_all_gather_base`
-    number: int  # of the collective in its group of ranks
-    sizes: tuple[tuple[int, ...], ...]  # of its inputs
-    dtypes: tuple[str, ...]
+    description: str  # for an error line: its number in its group of ranks, its name and its inputs
     age_s: float  # since it was enqueued
-
-    def __str__(self) -> str:
-        inputs = ", ".join(f"{dtype}{list(size)}" for dtype, size in zip(self.dtypes, self.sizes, strict=False))
-        return f"collective {self.number}, {self.name} of {inputs},"
 
 
 def record_collectives(directory: Path | None) -> None:
@@ -108,19 +101,16 @@ def oldest_pending() -> Collective | None:
     if not pending:
         return None
     first = min(pending, key=lambda entry: entry["time_created_ns"])
-    return Collective(
-        first["profiling_name"],
-        first["collective_seq_id"],
-        tuple(tuple(size) for size in first["input_sizes"]),
-        tuple(first["input_dtypes"]),
-        time.time() - first["time_created_ns"] / 1e9,
-    )
+    inputs = zip(first["input_dtypes"], first["input_sizes"], strict=False)
+    texts = ", ".join(f"{dtype}{size}" for dtype, size in inputs)
+    description = f"collective {first['collective_seq_id']}, {first['profiling_name']} of {texts},"
+    return Collective(description, time.time() - first["time_created_ns"] / 1e9)
 
 
 def describe_pending() -> str:
     """Return text for an error line about a hang: the collective that this rank waits for, or an empty text."""
     pending = bounded_value(oldest_pending, None)
-    return "" if pending is None else f"; {pending} has not ended for {pending.age_s:.0f} s"
+    return "" if pending is None else f"; {pending.description} has not ended for {pending.age_s:.0f} s"
 
 
 def write_collectives(file: Path) -> None:

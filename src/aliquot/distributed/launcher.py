@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from aliquot.config.schema import LaunchSection
-from aliquot.core.errors import LaunchError, StorageError
+from aliquot.core.errors import LaunchError, writing
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
@@ -131,10 +131,8 @@ def start_ranks(
 def prepare_log_directory(directory: Path) -> Path:
     """Create the directory of the ranks' logs and return its absolute path. Raises StorageError."""
     directory = directory.absolute()
-    try:
+    with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot write the ranks' logs: {error.strerror}", directory) from None
     return directory
 
 

@@ -88,6 +88,8 @@ class ModelEngine:
 
     def generate(self, ids: Tensor, **options: object) -> Tensor:
         set_training(self._model, False)
+        if self._gathers and self._world_size > 1:
+            options["synced_gpus"] = True  # until the longest text ends, every rank gathers weights for the others
         with torch.no_grad():
             result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
         return result
@@ -103,15 +105,13 @@ class ActivationMeter:
     def __init__(self, mode: Literal["none", "selective", "full"], device: str = "cpu") -> None:
         self._counts_selective = mode == "selective" and device == "cpu"
         self.peak_bytes = 0
-        self._measured = False
 
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Measure the first forward pass only, because the hooks cost time for every saved tensor."""
-        if self._measured:
+        if self.peak_bytes:
             yield
             return
-        self._measured = True
         storages: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class ActivationMeter:
             selective if self._counts_selective else nullcontext(),
         ):
             yield
-        self.peak_bytes = max(self.peak_bytes, sum(storages.values()) + selective.total_bytes)
+        self.peak_bytes = sum(storages.values()) + selective.total_bytes
 
 
 class _SelectiveResults(TorchDispatchMode):  # type: ignore[no-untyped-call]

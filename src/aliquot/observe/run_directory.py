@@ -12,7 +12,7 @@ from pathlib import Path
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import NodesDifferError, RunDirectoryError, storage_error
+from aliquot.core.errors import NodesDifferError, RunDirectoryError, writing
 from aliquot.core.run_lock import BEATING_LOCK, LOCK, RunLock
 from aliquot.core.small_files import publish_text, read_small_file
 from aliquot.distributed.leader_lease import ROUND, ROUNDS, check_round
@@ -72,12 +72,10 @@ class RunDirectory:
         """
         name = f"{_MARKER}{secrets.token_hex(8)}"
         for directory in self._marked_directories():
-            try:
+            with writing(directory):
                 for old_marker in directory.glob(f"{_MARKER}*"):  # left by a killed process
                     old_marker.unlink(missing_ok=True)
                 (directory / name).touch()
-            except OSError as error:
-                raise storage_error(f"cannot write the run directory: {error.strerror}", error, directory) from None
         return name
 
     def remove_marker(self, name: str) -> None:
@@ -138,10 +136,8 @@ class RunDirectory:
 
     def begin(self, config: RunConfig) -> None:
         """Create the run directory with the complete config.yaml. Call this after all checks of the run."""
-        try:
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             publish_text(self.path / "config.yaml", f"{HEADER}\n{dump_config(config)}")
             self.checkpoints.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
-        except OSError as error:
-            raise storage_error(f"cannot write the run directory: {error.strerror}", error, self.path) from None

@@ -24,6 +24,7 @@ PARTS = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint", "wa
 OWN_WORK = ("data", "forward", "backward", "reduce", "optimizer")  # parts in which a rank does not wait for other ranks
 _SKIPPED_STEPS = 2  # not traced, because they compile and fault pages in
 _MAX_OPERATORS = 40
+_SLOW = 1.2  # times the median time per token
 
 
 class HostMark:
@@ -217,8 +218,7 @@ class Profile:
 class SlowRanks:
     """Finds ranks whose work per token takes longer than that of the median rank over the last `window_steps` steps."""
 
-    def __init__(self, window_steps: int = 20, ratio: float = 1.2) -> None:
-        self._ratio = ratio
+    def __init__(self, window_steps: int = 20) -> None:
         self.window_steps = window_steps
         self._window: deque[list[tuple[float, int]]] = deque(maxlen=window_steps)
 
@@ -239,4 +239,4 @@ class SlowRanks:
             if tokens:
                 pace[rank] = sum(step[rank][0] for step in self._window) / tokens
         median = statistics.median_low(pace.values()) if pace else 0.0
-        return {rank: time / median for rank, time in pace.items() if median > 0 and time > self._ratio * median}
+        return {rank: time / median for rank, time in pace.items() if median > 0 and time > _SLOW * median}

@@ -289,10 +289,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
             if id(parameter) not in placed:
                 learns = parameter.requires_grad
                 placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=learns)
-                if not learns:
-                    module.register_parameter(name, placed[id(parameter)])
-                    continue
-                placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+                if learns:
+                    placed[id(parameter)].register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
             module.register_parameter(name, placed[id(parameter)])
 
 

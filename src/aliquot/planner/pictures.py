@@ -7,81 +7,44 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from aliquot.catalogue.instances import dollars
+from aliquot.core.number_format import gib, significant
+from aliquot.observe.report.charts import WIDTH, Figure, Layer, log_ticks
 from aliquot.planner.offers import Offer
-from aliquot.planner.plan import PhaseMemory, Plan
+from aliquot.planner.plan import Plan
+from aliquot.planner.report import memory_columns
 
 _LEFT, _TOP, _WIDTH = 70, 40, 900
-_RED, _GRID = "#d93025", "#eee"
-
-_CATEGORY_COLOURS = {
-    "process": "#9aa0a6",
-    "data": "#bdc1c6",
-    "weights": "#1a73e8",
-    "gradients": "#e8710a",
-    "moments": "#9334e6",
-    "gathered": "#12b5cb",
-    "activations": "#1e8e3e",
-    "loss": "#f9ab00",
-    "buffers": _RED,
-    "snapshot": "#e52592",
-    "streamed": "#777",
-    "allocator": "#dadce0",
-}
-_MEMORY_HEIGHT, _MEMORY_BOTTOM, _MEMORY_RIGHT = 480, 60, 150
-_HATCHING = (
-    '<defs><pattern id="shared" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<line x1="0" y1="0" x2="0" y2="6" stroke="white" stroke-width="2"/></pattern></defs>'
-)
-
+_GRID = "#eee"
 _CAPACITY_COLOURS = {"on-demand": "#1a73e8", "spot": "#e8710a"}
 _OFFERS_HEIGHT, _OFFERS_BOTTOM, _OFFERS_RIGHT = 520, 50, 40
+_LEGEND_STEP = 105
+_COLOURS = ("#0067a5", "#c8500a", "#00856a", "#b65a93", "#3f9bd3", "#a87a00", "#5b4ea3")  # c0 to c6 of the report
+_STYLE = (
+    "text { font-size: 12px } .tick { fill: #59616b } .grid { stroke: #e9eae7 } .area { stroke: white }"
+    " .level { stroke: #a8321f; stroke-width: 1.8; stroke-dasharray: 9 4 } "
+) + " ".join(f".c{i} {{ fill: {colour} }}" for i, colour in enumerate(_COLOURS))
 
 
 def memory_svg(plan: Plan) -> str:
     """Draw the memory of a rank by category, as a bar for each phase, and its limit as a line.
 
-    Hatched areas are the rank's share of memory that all ranks of a host share.
+    The last category is the rank's share of memory that all ranks of a host share.
     """
-    limit = plan.limit_bytes
-    top = 1.08 * max(limit if limit < 3 * plan.peak_bytes_per_rank else 0, plan.peak_bytes_per_rank)
-    height, right = _MEMORY_HEIGHT - _TOP - _MEMORY_BOTTOM, _WIDTH - _MEMORY_RIGHT
-    step = (right - _LEFT) / len(plan.phases)
-
-    def y(size: float) -> float:
-        return _TOP + height * (1 - size / top)
-
-    parts = []
-    for tick in _memory_ticks(top):
-        parts.append(_line(_LEFT, y(tick), right, y(tick), f'stroke="{_GRID}"'))
-        parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick / 2**30:g} GiB", "end"))
-    categories: list[str] = []
-    for number, phase in enumerate(plan.phases):
-        x, base = _LEFT + number * step + 0.12 * step, 0.0
-        for name, size, is_shared in _sizes(phase, plan.ranks_per_node):
-            box = f'x="{x:.1f}" y="{y(base + size):.1f}" width="{0.76 * step:.1f}" height="{height * size / top:.2f}"'
-            label = escape(f"{name}{', shared' if is_shared else ''}: {size / 2**20:,.0f} MiB")
-            parts.append(f'<rect {box} fill="{_CATEGORY_COLOURS[name]}"><title>{label}</title></rect>')
-            if is_shared:
-                parts.append(f'<rect {box} fill="url(#shared)" pointer-events="none"/>')
-            base += size
-            if name not in categories:
-                categories.append(name)
-        for line, word in enumerate(phase.name.split(" ")):
-            below = _MEMORY_HEIGHT - _MEMORY_BOTTOM + 18 + 14 * line
-            parts.append(_text(x + 0.38 * step, below, word, "middle"))
-    if limit <= top:
-        parts.append(_line(_LEFT, y(limit), right, y(limit), f'stroke="{_RED}" stroke-dasharray="6"'))
-        parts.append(_text(right + 6, y(limit) + 4, f"limit {limit / 2**30:.1f} GiB", colour=_RED))
-    for number, name in enumerate(reversed(categories)):
-        at = _TOP + 60 + 18 * number
-        parts.append(f'<rect x="{right + 8}" y="{at - 10}" width="12" height="12" fill="{_CATEGORY_COLOURS[name]}"/>')
-        parts.append(_text(right + 26, at, name))
-    where = plan.instance or "this kind of machine"
-    title = (
-        f"{plan.model}, {plan.size}, engine {plan.engine}:"
-        f" a rank of {plan.nodes} x {plan.ranks_per_node} on {where} (hatched: its share of shared memory)"
-    )
-    return _svg(_MEMORY_HEIGHT, title, [_HATCHING, *parts])
+    columns, limit = memory_columns(plan, plan.phases), plan.limit_bytes
+    layers = [Layer(name, [size / 2**30 for size in sizes], i) for i, (name, sizes) in enumerate(columns.items())]
+    where = f"{plan.nodes} x {plan.ranks_per_node} on {plan.instance or 'this kind of machine'}"
+    figure = Figure(
+        "memory", f"{plan.model}, {plan.size}, engine {plan.engine}: a rank of {where}", "", "", "GiB", significant,
+        significant, bars=[phase.name for phase in plan.phases], layers=layers,
+        levels={f"limit {gib(limit)}": limit / 2**30} if limit < 3 * plan.peak_bytes_per_rank else {},
+    )  # fmt: skip
+    legend = [
+        f'<rect class="c{layer.colour}" x="{8 + _LEGEND_STEP * i}" y="36" width="10" height="10"/>'
+        f'<text x="{22 + _LEGEND_STEP * i}" y="45">{layer.name}</text>'
+        for i, layer in enumerate(figure.layers)
+    ]
+    parts = [f"<style>{_STYLE}</style>", *legend, f'<g transform="translate(0 50) scale({_WIDTH / WIDTH})">']
+    return _svg(int(50 + figure.height * _WIDTH / WIDTH), figure.title, [*parts, figure.svg, "</g>"])
 
 
 def offers_svg(offers: Sequence[Offer], title: str) -> str:
@@ -93,10 +56,10 @@ def offers_svg(offers: Sequence[Offer], title: str) -> str:
     right, bottom = _WIDTH - _OFFERS_RIGHT, _OFFERS_HEIGHT - _OFFERS_BOTTOM
     x, y = _log_scale(hours, _LEFT, right), _log_scale(prices, bottom, _TOP)
     parts = [_text(right, _OFFERS_HEIGHT - 10, "hours", "end"), _text(12, _TOP, "USD")]
-    for tick in _log_ticks(hours):
+    for tick in log_ticks(0.8 * min(hours), 1.25 * max(hours)):
         parts.append(_line(x(tick), _TOP, x(tick), bottom, f'stroke="{_GRID}"'))
         parts.append(_text(x(tick), _OFFERS_HEIGHT - 30, f"{tick:g}", "middle"))
-    for tick in _log_ticks(prices):
+    for tick in log_ticks(0.8 * min(prices), 1.25 * max(prices)):
         parts.append(_line(_LEFT, y(tick), right, y(tick), f'stroke="{_GRID}"'))
         parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:,g}", "end"))
     for offer, hour in zip(offers, hours, strict=True):
@@ -120,13 +83,6 @@ def pareto_optimal(offers: Sequence[Offer]) -> list[Offer]:
     return best
 
 
-def _sizes(phase: PhaseMemory, ranks_per_node: int) -> list[tuple[str, float, bool]]:
-    """Return (category, bytes, whether the ranks of a host share the bytes) of each category that is not empty."""
-    private = [(name, float(size), False) for name, size in phase.private_bytes.items()]
-    shared = [(name, size / ranks_per_node, True) for name, size in phase.shared_bytes.items()]
-    return [(name, size, is_shared) for name, size, is_shared in [*private, *shared] if size > 0]
-
-
 def _svg(height: int, title: str, parts: Sequence[str]) -> str:
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif"'
@@ -145,21 +101,6 @@ def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
 
 
-def _memory_ticks(top: float) -> list[float]:
-    unit = float(2**30)
-    while top / unit > 8:
-        unit *= 2
-    while top / unit < 3:
-        unit /= 2
-    return [unit * number for number in range(int(top / unit) + 1)]
-
-
 def _log_scale(values: Sequence[float], start: float, stop: float) -> Callable[[float], float]:
     low, high = math.log(min(values) * 0.8), math.log(max(values) * 1.25)
     return lambda value: start + (math.log(value) - low) / (high - low) * (stop - start)
-
-
-def _log_ticks(values: Sequence[float]) -> list[float]:
-    exponents = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
-    ticks = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
-    return [tick for tick in ticks if min(values) * 0.8 <= tick <= max(values) * 1.25]

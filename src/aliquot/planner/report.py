@@ -120,11 +120,7 @@ def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
     unit, divisor, form = ("GiB", 2**30, ",.2f") if large else ("MiB", 2**20, ",.0f")
     subject = f"{unit} of {memory} of a rank" if memory else f"{unit} of a rank"
     title = f"{subject}, planned: private memory, and its share of shared memory"
-    columns: dict[str, list[float]] = {"total": [*totals.values()]}
-    for column, names in COLUMNS.items():
-        columns[column] = [sum(phase.private_bytes.get(name, 0) for name in names) for phase in shown]
-    columns["shared"] = [sum(phase.shared_bytes.values()) / plan.ranks_per_node for phase in shown]
-    columns = {column: sizes for column, sizes in columns.items() if any(sizes)}
+    columns = {"total": [*totals.values()], **memory_columns(plan, shown)}
     table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("phase", no_wrap=True)
     for column in columns:
@@ -133,6 +129,16 @@ def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
         row = [f"{size / divisor:{form}}" if size else "" for size in sizes]
         table.add_row(phase, *row, style="bold" if phase == peak else None)
     return table
+
+
+def memory_columns(plan: Plan, shown: Sequence[PhaseMemory]) -> dict[str, Sequence[float]]:
+    """Return the bytes of a rank in each phase, by the columns of the memory table; without empty columns."""
+    columns: dict[str, Sequence[float]] = {
+        column: [sum(phase.private_bytes.get(name, 0) for name in names) for phase in shown]
+        for column, names in COLUMNS.items()
+    }
+    columns["shared"] = [sum(phase.shared_bytes.values()) / plan.ranks_per_node for phase in shown]
+    return {column: sizes for column, sizes in columns.items() if any(sizes)}
 
 
 def alternatives(candidates: Sequence[Candidate], now: Plan) -> Table:

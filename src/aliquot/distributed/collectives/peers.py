@@ -1,4 +1,4 @@
-"""Connect the ranks of one host by socket pairs, which carry one-byte tokens and descriptors of shared memory.
+"""Connect the ranks of one host by Unix sockets, which carry one-byte tokens and descriptors of shared memory.
 
 A token wakes a sleeping peer. A token is also a memory barrier on any CPU: its system calls order the writes before
 `send` ahead of the reads after `wait`. When a peer dies, its sockets report end of file at once. Sockets and memory
@@ -62,24 +62,17 @@ class Peers:
         `host_identity()`.
         """
         identity = identity or host_identity()
-        hosts = gather(identity)
-        ranks = [r for r, host in enumerate(hosts) if host == identity]
-        index, secret = ranks.index(rank), secrets.token_hex(16)
-        listener = None
-        if index == 0 and len(ranks) > 1:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(f"\0aliquot-{secret}")  # an abstract name, which ends with the socket
-            listener.listen(len(ranks))
-        secret = gather(secret)[ranks[0]]
-        try:
-            if len(ranks) == 1:
-                return cls(0, {}, ranks)
-            sockets = _connect_members(listener, ranks) if listener is not None else _join_leader(index, ranks, secret)
-        except (OSError, EOFError, struct.error) as error:
-            raise PeerLost(f"rank {rank}: the ranks of this host could not be connected: {error}") from error
-        finally:
-            if listener is not None:
-                listener.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            name = f"\0aliquot-{secrets.token_hex(16)}"
+            listener.bind(name)  # an abstract name, which ends with the socket
+            listener.listen(socket.SOMAXCONN)
+            entries = gather([identity, name])  # all members listen when they have gathered
+            ranks = [r for r, (host, _) in enumerate(entries) if host == identity]
+            index = ranks.index(rank)
+            try:
+                sockets = _connect_members(listener, index, [entries[r][1] for r in ranks])
+            except (OSError, struct.error) as error:
+                raise PeerLost(f"rank {rank}: the ranks of this host could not be connected: {error}") from error
         return cls(index, sockets, ranks)
 
     def share(self, size_bytes: int) -> list[SharedMemory]:
@@ -160,42 +153,23 @@ class Peers:
         return PeerLost(f"rank {self.ranks[peer]} has ended, rank {self.ranks[self.index]} waits for it in vain")
 
 
-def _connect_members(listener: socket.socket, ranks: Sequence[int]) -> dict[int, socket.socket]:
-    """On member 0: accept the other members, and send the two ends of a socket pair to every pair of them."""
+def _connect_members(listener: socket.socket, index: int, names: Sequence[str]) -> dict[int, socket.socket]:
+    """Connect to the members before member `index`, and accept the members after it. `names`: where members listen."""
     sockets: dict[int, socket.socket] = {}
+    for member in range(index):
+        sockets[member] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sockets[member].connect(names[member])
+        sockets[member].sendall(struct.pack("i", index))
     until = time.monotonic() + _JOIN_TIMEOUT_S
-    while len(sockets) < len(ranks) - 1:
+    while len(sockets) < len(names) - 1:
         listener.settimeout(max(0.01, until - time.monotonic()))
         connection, _ = listener.accept()
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         connection.settimeout(_JOIN_TIMEOUT_S)
         # A Unix socket delivers as a whole what was sent at once.
         member = struct.unpack("i", connection.recv(4))[0] if user == os.geteuid() else -1
-        if 0 < member < len(ranks) and member not in sockets:
+        if index < member < len(names) and member not in sockets:
             sockets[member] = connection
         else:
             connection.close()
-    for low in range(1, len(ranks)):
-        for high in range(low + 1, len(ranks)):
-            pair = socket.socketpair()
-            for member, end in zip((low, high), pair, strict=True):
-                socket.send_fds(sockets[member], [bytes((_DESCRIPTOR,))], [end.fileno()])
-                end.close()  # an open end here would hide the death of one member from the other
-    return sockets
-
-
-def _join_leader(index: int, ranks: Sequence[int], secret: str) -> dict[int, socket.socket]:
-    """Connect to member 0 and receive a socket for every other member."""
-    leader = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    leader.settimeout(_JOIN_TIMEOUT_S)
-    leader.connect(f"\0aliquot-{secret}")
-    leader.sendall(struct.pack("i", index))
-    sockets = {0: leader}
-    # The sockets arrive in the order in which member 0 creates the pairs: for this member, in the order of the peers.
-    for peer in range(1, len(ranks)):
-        if peer != index:
-            _, descriptors, _, _ = socket.recv_fds(leader, 1, 1)
-            if not descriptors:
-                raise EOFError("the first rank of this host has ended")
-            sockets[peer] = socket.socket(fileno=descriptors[0])
     return sockets

@@ -203,17 +203,8 @@ def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> No
 
     Received values may be bf16. If `local` is bf16 as well, the sum is in fp32 and is rounded once.
     """
-    if local.dtype == torch.bfloat16:
-        total = local.float()
-        add_hosts(total, local_host, received)
-        local.copy_(total)
-        return
-    before = [received[host] for host in sorted(received) if host < local_host]
-    if before:
-        total = before[0].to(local.dtype)
-        for values in before[1:]:
-            total.add_(values)
-        torch.add(total, local, out=local)
-    for host in sorted(received):
-        if host > local_host:
-            local.add_(received[host])
+    ordered = [received.get(host, local) for host in sorted({*received, local_host})]
+    total = ordered[0].to(torch.float32 if local.dtype == torch.bfloat16 else local.dtype)
+    for values in ordered[1:]:
+        total.add_(values)
+    local.copy_(total)  # copies nothing if `total` is `local`

@@ -79,8 +79,8 @@ class CollectiveWatchdog(Watchdog):
         if file is not None and bounded_call(partial(write_collectives, file)):
             place = f"; the collectives of every rank: {file.with_name('collectives-rank-*.json')}"
         self._rank.end(
-            f"{hung} has not ended for {hung.age_s:.0f} s (launch.step_timeout_s) while {self._rank.activity()}: is a"
-            f" rank missing, or does a firewall or security group block NCCL?{place}"
+            f"{hung.description} has not ended for {hung.age_s:.0f} s (launch.step_timeout_s) while"
+            f" {self._rank.activity()}: is a rank missing, or does a firewall or security group block NCCL?{place}"
         )
 
 

@@ -178,10 +178,6 @@ class DeepspeedEngine(ModelEngine, FlatParts):
         reduced_bytes = self._engine.communication_data_type.itemsize
         self._wire_bytes += int(share * numel * (gathers * self._spec.compute_dtype.itemsize + reduces * reduced_bytes))
 
-    def generate(self, ids: Tensor, **options: object) -> Tensor:
-        # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
-        return super().generate(ids, synced_gpus=self._world_size > 1, **options)
-
     def close(self) -> None:
         self._partitions.clear()
         self._engine.destroy()

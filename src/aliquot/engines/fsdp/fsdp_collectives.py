@@ -9,12 +9,12 @@ half.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from aliquot.core.errors import EngineError, SelfTestError
@@ -130,15 +130,8 @@ class RoundedReduceScatter(_NewOutput):
         output_tensor.copy_(reduced)
 
 
-def round_sent_gradients(model: nn.Module) -> None:
-    """Let ranks exchange gradients in bf16."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
-
-
 def use_shared_memory(
-    model: nn.Module, spec: EngineSpec, topology: Topology, division: Division
+    groups: Sequence[FSDPModule], spec: EngineSpec, topology: Topology, division: Division
 ) -> StagingBuffer | None:
     """Let CPU ranks of one host exchange weights and gradients through shared memory; None: gloo or nccl is used.
 
@@ -161,11 +154,10 @@ def use_shared_memory(
             raise EngineError(f"{condition}, and there are {hosts} hosts: use auto or gloo, or engine host")
         return None
     staging = StagingBuffer(peers)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # torch annotates the arguments with private classes, but calls them with keyword arguments only.
-            module.set_custom_all_gather(SharedAllGather(staging))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(SharedReduceScatter(staging))  # type: ignore[arg-type]
+    for group in groups:
+        # torch annotates the arguments with private classes, but calls them with keyword arguments only.
+        group.set_custom_all_gather(SharedAllGather(staging))  # type: ignore[arg-type]
+        group.set_custom_reduce_scatter(SharedReduceScatter(staging))  # type: ignore[arg-type]
     return staging
 
 

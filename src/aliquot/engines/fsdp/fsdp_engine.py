@@ -27,9 +27,9 @@ from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.fsdp.fp8_layers import gathered_bytes, update_scales, use_fp8
 from aliquot.engines.fsdp.fsdp_collectives import (
+    RoundedReduceScatter,
     StagingBuffer,
     check_collectives,
-    round_sent_gradients,
     use_shared_memory,
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
@@ -80,7 +80,6 @@ class FsdpEngine(ModelEngine, FlatParts):
         # fragment the heap: by 94 MiB in 90 steps of a model with 60 M parameters. torch's allocator of GPU memory does
         # not fragment. Between replicas FSDP2 always adds gradients in new memory.
         self._keeps_gradients = topology.device == "cpu" and division.replicas == 1
-        self._norm_on_device = topology.device == "cuda" and not spec.offload
         self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
@@ -114,17 +113,17 @@ class FsdpEngine(ModelEngine, FlatParts):
                 group, mesh=division.mesh, mp_policy=policy, offload_policy=offload, ignored_params=set(whole) or None,
                 reshard_after_forward=reshard,
             )  # fmt: skip
-        staging = use_shared_memory(meta, spec, topology, division)
-        if staging is None and spec.reduce_dtype == "bf16" and topology.world_size > 1:
-            round_sent_gradients(meta)
+        groups = [module for module in meta.modules() if isinstance(module, FSDPModule)]
+        staging = use_shared_memory(groups, spec, topology, division)
         if spec.fused_loss:
             _add_fused_loss(meta, run_head_loss(spec, topology.device))
-        for module in meta.modules():
-            if isinstance(module, FSDPModule):
-                # Sum gradients without averaging, because the loss is already scaled by the global number of tokens.
-                if topology.world_size > 1:  # for a single rank FSDP2 would divide by 1 in an extra pass
-                    module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        for module in groups:
+            # Sum gradients without averaging, because the loss is already scaled by the global number of tokens.
+            module.set_force_sum_reduction_for_comms(True)
+            if topology.world_size > 1:  # for a single rank FSDP2 would divide by 1 in an extra pass
+                module.set_gradient_divide_factor(1.0)
+                if staging is None and spec.reduce_dtype == "bf16":
+                    module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         for name in whole.values():
             parameter = meta.get_parameter(name)
@@ -226,7 +225,8 @@ class FsdpEngine(ModelEngine, FlatParts):
         gradients = [cast("Tensor", shard.local.grad) for shard in self._trainable]
         # Each rank adds the part of its shards that no other rank adds: equal shards of replicas count once.
         parts = [shard.select(gradient) for shard, gradient in zip(self._trainable, gradients, strict=True)]
-        norm = global_norm_on_device(parts) if self._norm_on_device else global_norm(squared_norms(parts))
+        on_gpu = self._device.type == "cuda" and not self._spec.offload
+        norm = global_norm_on_device(parts) if on_gpu else global_norm(squared_norms(parts))
         # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
         result = read_early(norm) if isinstance(norm, Tensor) else norm
         self._optimizer.step(learning_rate, norm, max_grad_norm)
@@ -264,10 +264,6 @@ class FsdpEngine(ModelEngine, FlatParts):
             reduced = reduces * (2 if self._spec.reduce_dtype == "bf16" else 4) * trainable
             self._wire_bytes += int((shards - 1) / shards * (gathered + reduced))
         self._wire_bytes += int(2 * (replicas - 1) / replicas * all_reduces * 4 * trainable / shards)
-
-    def generate(self, ids: Tensor, **options: object) -> Tensor:
-        # All ranks must run the same number of forward passes, because every pass gathers weights from all ranks.
-        return super().generate(ids, synced_gpus=self._world_size > 1, **options)
 
     def close(self) -> None:
         self._shards.clear()
