@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aliquot import losses as losses
     from aliquot.config.evaluation_config import read_evaluation_config
     from aliquot.config.read_config import read_config
     from aliquot.config.schema import RunConfig
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
     from aliquot.loaders.zero3 import load_zero3
     from aliquot.models.export import export_checkpoint
     from aliquot.models.generate import generate
+    from aliquot.nn.token_loss import TokenSequence
     from aliquot.planner.plan import Plan
     from aliquot.planner.planner import plan
     from aliquot.run.callbacks import Callback, RunState
     from aliquot.run.evaluate import Evaluation, evaluate_model
-    from aliquot.run.trainer import Result, train
+    from aliquot.run.sampling import Sample
+    from aliquot.run.trainer import OptimizerStep, Result, Trainer, train
 
 # Between two operations, the threads of GNU's OpenMP spin 300,000 times before they sleep. If other processes want the
 # same cores, spinning threads take the time of those that compute. torch reads the variable when it is imported.
@@ -33,10 +36,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "Evaluation",
+    "OptimizerStep",
     "Plan",
     "Result",
     "RunConfig",
     "RunState",
+    "Sample",
+    "TokenSequence",
+    "Trainer",
     "TrainingError",
     "UserError",
     "evaluate_model",
@@ -57,6 +64,10 @@ _MODULES = {
     "Result": "aliquot.run.trainer",
     "RunConfig": "aliquot.config.schema",
     "RunState": "aliquot.run.callbacks",
+    "Sample": "aliquot.run.sampling",
+    "OptimizerStep": "aliquot.run.trainer",
+    "TokenSequence": "aliquot.nn.token_loss",
+    "Trainer": "aliquot.run.trainer",
     "TrainingError": "aliquot.core.errors",
     "UserError": "aliquot.core.errors",
     "evaluate_model": "aliquot.run.evaluate",
@@ -72,6 +83,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "losses":
+        return import_module("aliquot.losses")
     if name not in _MODULES:
         raise AttributeError(f"module 'aliquot' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -37,7 +37,7 @@ from aliquot.distributed.topology import Topology
 from aliquot.machine.matmul import faster_precision_here
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.run.resolved_run import choose_precision
-from aliquot.run.training_loop import LossWatch
+from aliquot.run.training_progress import LossWatch
 from tests import plain
 from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config, write_text
 from tests.tensor_io.world import run_world

@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import ClassVar
 
 # Error numbers of a failing disk or file server: the same request may succeed later.
@@ -259,6 +260,15 @@ def resource_error(error: BaseException) -> UserError | None:
     if isinstance(error, OSError) and number in _FILE_SYSTEM_ERRORS | _TOO_MANY_FILES:
         return storage_error(error.strerror or text, error, error.filename)
     return None
+
+
+def describe_failure(function: Callable[..., object], what: str, error: BaseException) -> str:
+    """Return `what` with the reason, behind file:line of the last line of the function's own file before the error."""
+    reason = " ".join(f"{what}: {type(error).__name__}: {error}".split()).removesuffix(":")
+    if (code := getattr(function, "__code__", None)) is None:
+        return reason
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.co_filename]
+    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}: {reason}"
 
 
 class UnfitFileError(OSError):

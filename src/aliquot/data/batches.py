@@ -43,14 +43,14 @@ class StepBatch:
     """The batch of one optimizer step. Only `micro_batches` differs between ranks."""
 
     micro_batches: list[MicroBatch | None]  # the same number on every rank; None if this rank has no sequences left
-    predicted_of: tuple[int, ...]  # labels of each source, or its pairs or rated answers
+    predicted_of: tuple[float, ...]  # labels of each source, or its pairs or rated answers, or the caller's divisor
     tokens_of: tuple[int, ...]  # real tokens of each source, padding not counted
     lengths: npt.NDArray[np.int32]  # lengths of the packed documents or pieces, which decide the cost of attention
     sequences: int
     epoch: float  # epochs completed after this step
 
     @property
-    def predicted(self) -> int:
+    def predicted(self) -> float:
         """The number of labels, pairs or rated answers in the global batch, by which the summed loss is divided."""
         return sum(self.predicted_of)
 

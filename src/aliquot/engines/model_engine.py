@@ -72,7 +72,7 @@ class ModelEngine:
         fed = (batch.with_equal_calls() if self._gathers else batch).to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
-            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers)
+            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers, fed.chosen)
             scaled = loss * scale
         else:
             result, scaled = self._fused_loss(*inputs, scale, fed.chosen or choose(fed.labels, fed.answers))
@@ -90,7 +90,8 @@ class ModelEngine:
         set_training(self._model, False)
         if self._gathers and self._world_size > 1:
             options["synced_gpus"] = True  # until the longest text ends, every rank gathers weights for the others
-        with torch.no_grad():
+        # Compiled layers would be compiled again for the shapes of a cache.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             result: Tensor = self._model.generate(ids.to(self._device), **options)  # type: ignore[operator]
         return result
 

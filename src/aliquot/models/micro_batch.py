@@ -11,6 +11,7 @@ from torch import Tensor
 
 from aliquot.nn.head_loss import IGNORE, Chosen, choose
 from aliquot.nn.preference_loss import Answers, RatedAnswers
+from aliquot.nn.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class MicroBatch:
     calls: int = 0  # the largest number of documents of any rank, if the model runs one forward pass per document
     source: int = 0  # index of the data source
     chosen: Chosen | None = None  # tokens for which the loss is computed; None: the loss selects them by `labels`
-    answers: Answers | None = None  # the answers in the row, whose preference loss replaces the cross-entropy
+    # The answers or the caller's sequences in the row, whose loss replaces the cross-entropy
+    answers: Answers | TokenLoss | None = None
     mismatched: MicroBatch | None = None  # answers to the prompts of `answers`, for the divergence of KTO
 
     @property
@@ -53,12 +55,16 @@ class MicroBatch:
         """
         if self.input_ids.device.type == device.type:
             return self
-        chosen = choose(self.labels, self.answers)
+        chosen = self.chosen or choose(self.labels, self.answers)
         rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
         ids, labels, positions = rows.to(device, non_blocking=True)
         if chosen.rows is not None:
             chosen = replace(chosen, rows=chosen.rows.pin_memory().to(device, non_blocking=True))
-        chosen = replace(chosen, answers=chosen.answers and chosen.answers.to(device))
+        chosen = replace(
+            chosen,
+            answers=chosen.answers and chosen.answers.to(device),
+            labels=None if chosen.labels is None else chosen.labels.pin_memory().to(device, non_blocking=True),
+        )
         return replace(
             self,
             input_ids=ids,

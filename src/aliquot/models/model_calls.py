@@ -16,7 +16,9 @@ from aliquot.nn.head_loss import IGNORE, token_cross_entropy
 
 if TYPE_CHECKING:
     from aliquot.nn.attention.document_attention import Documents
+    from aliquot.nn.head_loss import Chosen
     from aliquot.nn.preference_loss import Answers
+    from aliquot.nn.token_loss import TokenLoss
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -39,21 +41,26 @@ def whole_logits_loss(
     positions: Tensor,
     labels: Tensor,
     documents: Documents,
-    answers: Answers | None = None,
+    answers: Answers | TokenLoss | None = None,
+    chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss, detached and for autograd, computed from the logits of all tokens at once.
 
     This is for models whose logits are not just the product with the output head, for example with a soft-cap. With
     `answers`, the results are those of nn/head_loss.py.
     """
-    losses = token_cross_entropy(logits(model, ids, positions, documents), labels)
+    values = logits(model, ids, positions, documents)
+    if chosen is not None and chosen.labels is not None:
+        values, labels, answers = values[:, chosen.rows], chosen.labels, chosen.answers
+    losses = token_cross_entropy(values, labels)
     if answers is None:
         summed = losses.sum()
         return summed.detach(), summed
     logprobs = answers.logprobs(losses.detach())
     if not torch.is_grad_enabled():  # mismatched answers have log-probabilities, but no loss
         return logprobs, logprobs
-    return logprobs, (losses[: len(answers.numbers)] * answers.weights(logprobs)).sum()
+    weights = answers.weights(logprobs)
+    return logprobs, (losses[: len(weights)] * weights).sum()
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:

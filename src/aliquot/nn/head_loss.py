@@ -24,6 +24,7 @@ from aliquot.machine.matmul import copy_pays
 from aliquot.machine.torch_compile import compile_function
 from aliquot.nn.preference_loss import Answers
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
+from aliquot.nn.token_loss import TokenLoss
 
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
@@ -52,7 +53,9 @@ class Chosen:
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
-    answers: Answers | None = None  # the answers to which the tokens with a label belong, in the order of `rows`
+    # The answers, or the sequences of the caller, to which the tokens with a label belong, in the order of `rows`
+    answers: Answers | TokenLoss | None = None
+    labels: Tensor | None = None  # of `rows`, which may name a token several times; None: the labels of the tokens
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -153,7 +156,8 @@ class FusedLoss:
         chosen = chosen or choose(labels)
         if chosen.rows is not None:
             # The backward pass of `hidden[rows]` would sort the rows.
-            hidden, labels = hidden.index_select(0, chosen.rows.to(hidden.device)), labels[chosen.rows]
+            hidden = hidden.index_select(0, chosen.rows.to(hidden.device))
+            labels = labels[chosen.rows] if chosen.labels is None else chosen.labels
         if not torch.is_grad_enabled():
             losses = self._token_losses(hidden, weight, labels, room)
             result = losses.sum() if chosen.answers is None else chosen.answers.logprobs(losses[: chosen.learned])
@@ -248,7 +252,7 @@ class FusedLoss:
         return summed
 
 
-def choose(labels: Tensor, answers: Answers | None = None) -> Chosen:
+def choose(labels: Tensor, answers: Answers | TokenLoss | None = None) -> Chosen:
     """Return the tokens that enter the loss of labels [T], on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())

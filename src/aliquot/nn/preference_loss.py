@@ -65,7 +65,7 @@ class Objective:
         """Return the implicit rewards of answers, in the shape of the arguments; arguments as for `losses`."""
         return self.beta * (logprobs - reference if self.needs_reference else logprobs / lengths)
 
-    def means(self, sums: Mapping[str, float], count: int) -> dict[str, float]:
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Return the means of metrics from their sums over `count` pairs or rated answers (`Answers.metrics`).
 
         The rewards and log-probabilities of desirable and of undesirable answers have means of their own. A metric of

@@ -180,6 +180,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "epoch": "epoch {:.3g}".format,
     "loss": "loss {:.4f}".format,
     "eval_loss": "loss {:.4f}".format,
+    "caller": lambda values: "  ".join(f"{name} {value:.4g}" for name, value in values.items()),
     "rewards/accuracies": "accuracy {:.2f}".format,
     "rewards/margins": "margin {:.3f}".format,
     "learning_rate": "learning rate {:.2e}".format,
@@ -197,6 +198,7 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 _LINE = (
     "epoch",
     "loss",
+    "caller",
     "rewards/accuracies",
     "rewards/margins",
     "learning_rate",
@@ -208,6 +210,7 @@ _DETAILS = ("grad_norm", "flops_per_s", "mfu", "memory_bytes", "gpu_memory_bytes
 # Rows of the live view. A text that begins with the label of its row is shown without the label.
 _ROWS = {
     "rewards": ("rewards/accuracies", "rewards/margins"),
+    "yours": ("caller",),
     "evaluation": ("eval_loss",),
     "epoch": ("epoch", "learning_rate"),
     "speed": ("tokens_per_s",),

@@ -174,8 +174,11 @@ class Recorder:
     def is_due(self, step: int) -> bool:
         return step % self._run.config.train.logging_steps == 0 or step in (self._before + 1, self._total)
 
-    def log(self, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Log `metrics` of the last step with speed, time by part and memory; return all of them. Collective."""
+    def log(self, metrics: Mapping[str, Any], caller: Mapping[str, float]) -> Mapping[str, Any]:
+        """Log `metrics` of the last step with speed, time by part and memory; return all of them. Collective.
+
+        `caller`: values that the caller's loop has logged.
+        """
         step, before = self._logged
         now = self._clock.seconds()
         self._logged = (self._done, now)
@@ -200,6 +203,7 @@ class Recorder:
             "step": self._done,
             "engine": self._run.record.engine,
             **metrics,
+            **caller,
             **self.meter.readings(),
             "eta_s": self._eta_s(),
             **parts,
@@ -210,7 +214,7 @@ class Recorder:
         if self._run.gpu is not None:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         self._write_metrics(line)
-        self._display.step({**line, "eval_loss": self._eval_loss}, self._total)  # for the live view
+        self._display.step({**line, "eval_loss": self._eval_loss, "caller": caller}, self._total)  # for the live view
         return line
 
     def _eta_s(self) -> float | None:

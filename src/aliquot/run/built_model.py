@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from aliquot.engines.attention_proof import attention_calls, prove_attention
@@ -22,7 +22,7 @@ from aliquot.run.resolved_run import ResolvedRun
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
 if TYPE_CHECKING:
-    from aliquot.run.trainer import Trainer
+    from aliquot.run.prepared_run import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Model:
         return SelectedParts(self.engine, {name for name, _ in self.built.saved})
 
 
-def build_model(trainer: Trainer) -> Model:
+def build_model(trainer: PreparedRun) -> Model:
     """Build the model without weights and the engine that shards it. Collective.
 
     Without a plan, the engine itself chooses what the planner would choose.
@@ -74,6 +74,8 @@ def build_model(trainer: Trainer) -> Model:
         config, topology, engine_name, built, PhaseHooks(end_phase, lambda name: ledger.mark(name, {})),
         on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
+    if trainer.has_own_loop:
+        spec = replace(spec, micro_batches=None)
     ledger.offloads |= spec.copies_weights
     attention = attention_on(topology.device, spec.packs, spec.gradient_checkpointing == "selective")
     if attention is not None:

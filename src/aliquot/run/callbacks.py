@@ -6,10 +6,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Literal
 
-from aliquot.core.errors import CallbackError, UsageError
+from aliquot.core.errors import CallbackError, UsageError, describe_failure
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 
 Event = Literal["on_step_end", "on_log", "on_evaluate", "on_save"]
@@ -96,7 +95,11 @@ class Callbacks:
                 getattr(callback, event)(state)
             except Exception as error:
                 self._callbacks.clear()  # the end of the run may complete a save, which is an event, too
-                raise _callback_error(callback, event, state.step, error) from error
+                what = f"{type(callback).__name__}.{event} failed after step {state.step}"
+                raise CallbackError(
+                    f"{describe_failure(getattr(callback, event), what, error)}. Correct the callback and start again:"
+                    " the run continues after its newest checkpoint"
+                ) from error
             if self._stop.is_set() and self.stopped_by is None:
                 self.stopped_by = type(callback).__name__
         return self.stopped_by
@@ -116,17 +119,3 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 f"callbacks: {type(callback).__name__}.{unknown[0]} would never be called: a run calls"
                 f" {', '.join(events)}. Rename the method"
             )
-
-
-def _callback_error(callback: Callback, event: Event, step: int, error: Exception) -> CallbackError:
-    code = getattr(getattr(callback, event), "__code__", None)
-    where = None
-    if code is not None:  # the last line of the callback's own file that led to the error
-        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.co_filename]
-        where = f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
-    reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    return CallbackError(
-        f"{type(callback).__name__}.{event} failed after step {step}: {reason}. Correct the callback and start again:"
-        " the run continues after its newest checkpoint",
-        where,
-    )

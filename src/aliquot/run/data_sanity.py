@@ -24,17 +24,17 @@ from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
 
 if TYPE_CHECKING:
-    from aliquot.run.trainer import Trainer
+    from aliquot.run.prepared_run import PreparedRun
 
 _MUCH_BETTER = 0.5  # a difference of losses, in nats per token
 
 
-def introduce(trainer: Trainer) -> RunRecord:
+def introduce(trainer: PreparedRun) -> RunRecord:
     """Print what the run trains, on which data and how, and return these facts for the records. Collective."""
     run, ranks, built = trainer.resolved, trainer.ranks, trainer.model.built
     days = [day_line(run.data.day)] if run.data.day else []
-    data = [*header(trainer.batches, trainer.total_steps, trainer.held_out), *days] if ranks.rank == 0 else days
-    samples = first_samples(trainer.batches, run.tokenizer, text=True) if ranks.rank == 0 else []
+    data = [*header(trainer.train_batches, trainer.total_steps, trainer.held_out), *days] if ranks.rank == 0 else days
+    samples = first_samples(trainer.train_batches, run.tokenizer, text=True) if ranks.rank == 0 else []
     record = RunRecord(
         trainer.placement, trainer.machine, *run.ceiling,
         resumed_from=None if trainer.start.resumed_from is None else str(trainer.start.resumed_from),
@@ -52,20 +52,20 @@ def introduce(trainer: Trainer) -> RunRecord:
     return record
 
 
-def show_data(trainer: Trainer) -> None:
+def show_data(trainer: PreparedRun) -> None:
     """Show the labels of the first examples, unless all tokens are labels, and warn of doubtful data. Rank 0 only."""
-    for line in first_samples(trainer.batches, trainer.resolved.tokenizer):
+    for line in first_samples(trainer.train_batches, trainer.resolved.tokenizer):
         trainer.display.line(line)
-    for text in warnings(trainer.batches, trainer.total_steps, trainer.config.train.max_steps is not None):
+    for text in warnings(trainer.train_batches, trainer.total_steps, trainer.config.train.max_steps is not None):
         trainer.display.warning(text)
 
 
-def check_first_batch(trainer: Trainer) -> None:
+def check_first_batch(trainer: PreparedRun) -> None:
     """Warn if a pretrained model predicts the first batch badly, or much better with a bos token. Collective."""
-    batch = trainer.batches.step_batch(0, trainer.ranks.rank, trainer.ranks.world_size).micro_batches[0]
+    batch = trainer.train_batches.step_batch(0, trainer.ranks.rank, trainer.ranks.world_size).micro_batches[0]
     batch = batch and replace(batch, answers=None)  # the cross-entropy of all answers
     vocabulary = trainer.resolved.source.config.get_text_config(decoder=True).vocab_size
-    has_masks = {stream.source.store.mask is not None for stream in trainer.batches.streams}
+    has_masks = {stream.source.store.mask is not None for stream in trainer.train_batches.streams}
     # In a mixture of data sources, ranks may see sources with and without loss masks. So the chat prefix is used only
     # if all sources are chat data.
     prefix = trainer.resolved.data.chat_prefix if has_masks == {True} else trainer.resolved.data.prefix

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from aliquot.data.eval_batches import EvalBatches
 from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.preference_loss import RatedAnswers
+from aliquot.nn.preference_loss import Answers, RatedAnswers
 from aliquot.run.activity import Stage
 
 if TYPE_CHECKING:
+    from aliquot.run.prepared_run import PreparedRun
     from aliquot.run.trainer import Trainer
 
 
@@ -82,7 +83,8 @@ def mismatched_ratios(engine: Engine, micro_batch: MicroBatch | None) -> float:
     """
     mismatched = micro_batch and micro_batch.mismatched
     result = engine.evaluate(mismatched or micro_batch)
-    return 0.0 if mismatched is None or mismatched.answers is None else mismatched.answers.summed_ratios(result)
+    answers = None if mismatched is None else mismatched.answers
+    return answers.summed_ratios(result) if isinstance(answers, Answers) else 0.0
 
 
 def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
@@ -97,6 +99,7 @@ class Evaluator:
         self._trainer = trainer
         self._engine = trainer.model.engine
         self._sets = trainer.held_out
+        self.metrics: Mapping[str, Any] = {}
 
     @property
     def is_due(self) -> bool:
@@ -121,7 +124,7 @@ class Evaluator:
     def evaluate(self) -> int:
         """Evaluate on every set, and compare the first set's metric with the best evaluation.
 
-        Returns the stop signal for which the evaluation was given up, or 0.
+        Returns the stop signal for which the evaluation was given up, or 0. `metrics` holds the metrics.
         """
         trainer, ranks = self._trainer, self._trainer.ranks
         if not self._sets:
@@ -140,13 +143,13 @@ class Evaluator:
                 return trainer.requested_signal()
             results[name] = result
             done_before += batches.count(ranks.world_size)
-        metrics = trainer.recorder.evaluated(results)
+        self.metrics = trainer.recorder.evaluated(results)
         trainer.progress.perplexity = results.get("", next(iter(results.values()))).get("perplexity")
         # The allocator holds blocks of the evaluation's sizes, which would fragment the memory of the steps.
         trainer.memory_release.release(trainer.progress.step)
         if trainer.progress.step > 0:
             self._compare(next(iter(results.values()))[trainer.progress.evaluations.metric])
-        trainer.call_back("on_evaluate", metrics)
+        trainer.call_back("on_evaluate", self.metrics)
         return 0
 
     def _compare(self, value: float) -> None:
@@ -201,13 +204,13 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     Raises:
         UserError: on every rank, for bad input.
     """
-    from aliquot.run.trainer import Trainer
+    from aliquot.run.prepared_run import PreparedRun
 
-    with Trainer(config, trains=False) as trainer:
+    with PreparedRun(config, trains=False) as trainer:
         return _evaluate_sets(trainer)
 
 
-def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
+def _evaluate_sets(trainer: PreparedRun) -> dict[str, Evaluation]:
     ranks, display, run, model = trainer.ranks, trainer.display, trainer.resolved, trainer.model
     facts = (f"{model.built.numel:,} parameters", run.config.train.chosen_precision, f"engine {model.engine_name}")
     display.line(", ".join((model.built.name, *facts)))
@@ -231,5 +234,4 @@ def _evaluate_sets(trainer: Trainer) -> dict[str, Evaluation]:
         results[name] = Evaluation(
             loss, perplexity, bits, batches.predicted, documents, length, ranks.world_size, preferences=result
         )
-    model.engine.close()
     return results

@@ -33,14 +33,13 @@ _WEIGHTS = re.compile(rf"(model|{STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.ind
 
 
 def finish_run(trainer: Trainer) -> Path | None:
-    """Finish the save in progress, export, generate the sample, and show the summary. Collective.
+    """Export, generate the sample, and show the summary. Collective.
 
     Returns the export, if `checkpoint.export` is true.
 
     If a rank has received a stop signal, save first if possible, then raise Terminated.
     """
     checkpoints, progress, shutdown = trainer.checkpoints, trainer.progress, trainer.shutdown
-    checkpoints.finish()
     stop_signal = trainer.requested_signal()
     if stop_signal and not progress.is_saved:  # the export is given up, so a checkpoint must hold the last step
         checkpoints.save_now()
@@ -64,7 +63,6 @@ def finish_run(trainer: Trainer) -> Path | None:
         speed, is_chat = trainer.recorder.meter.overall(), trainer.resolved.is_chat
         outcome = run_summary.Outcome(rows, speed, text, exported, is_chat)
         run_summary.finish(trainer.display, trainer.directory, outcome)
-    trainer.model.engine.close()
     return exported
 
 

@@ -32,13 +32,14 @@ from aliquot.data.prepare import adopt_tokenizer
 from aliquot.data.token_store import Reference, TokenStore
 from aliquot.models.model_config import computation_settings
 from aliquot.models.stored_weights import fingerprint
+from aliquot.nn.preference_loss import Answers
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
 from aliquot.run.resolved_run import ResolvedRun, model_source, traits_together
 from aliquot.run.starting_point import begin_model
 
 if TYPE_CHECKING:
-    from aliquot.run.trainer import Trainer
+    from aliquot.run.prepared_run import PreparedRun
 
 _BETWEEN_WRITES = 16  # micro-batches of each rank
 _DIGEST_BYTES = 32
@@ -46,7 +47,7 @@ _TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of a mean log-probability, relative
 _LARGEST_FILE = 1 << 34
 
 
-def with_reference(trainer: Trainer) -> tuple[Batches, dict[str, EvalBatches], bool]:
+def with_reference(trainer: PreparedRun) -> tuple[Batches, dict[str, EvalBatches], bool]:
     """Return the batches with the log-probabilities before training, and whether the engine has these weights.
 
     The engine gets the weights with which the run begins only if results are missing. Collective. Raises
@@ -95,12 +96,12 @@ def weights_key(run: ResolvedRun) -> str:
     return _hash([run.source.fingerprint, trained, adds_tokens, seed, computation])
 
 
-def check_first_step(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+def check_first_step(trainer: PreparedRun, metrics: Mapping[str, float]) -> None:
     """Check that a model that has learned nothing has the log-probabilities of its reference, but for rounding.
 
     Raises WeightsFileError.
     """
-    train, objective = trainer.config.train, trainer.batches.format.objective
+    train, objective = trainer.config.train, trainer.train_batches.format.objective
     if objective is None or not objective.needs_reference or trainer.model.built.dropout:
         return
     tolerance = 0.1 if train.fp8 else _TOLERANCE[train.chosen_precision]
@@ -161,7 +162,7 @@ class _ReferenceFile:
         return next((at for at in range(count) if np.isnan(self.values[batches.places(at)]).any()), count)
 
 
-def _compute(trainer: Trainer, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
+def _compute(trainer: PreparedRun, batches: EvalBatches, file: _ReferenceFile, start: int) -> None:
     """Compute the log-probabilities from sequence `start` on; rank 0 receives and writes them. Collective."""
     ranks, total = trainer.ranks, batches.count(trainer.ranks.world_size)
     first = start // (ranks.world_size * batches.micro_batch_size)
@@ -177,7 +178,7 @@ def _compute(trainer: Trainer, batches: EvalBatches, file: _ReferenceFile, start
 
 
 def _answer_logprobs(
-    trainer: Trainer, batches: EvalBatches, first: int = 0
+    trainer: PreparedRun, batches: EvalBatches, first: int = 0
 ) -> Iterator[list[tuple[list[int], list[float]]]]:
     """Yield (places in `TokenStore.reference`, log-probabilities) of each micro-batch of this rank. Collective.
 
@@ -188,12 +189,13 @@ def _answer_logprobs(
         results = [engine.evaluate(micro_batch)]
         if batches.store.desirable is not None:
             results.append(engine.evaluate(micro_batch and (micro_batch.mismatched or micro_batch)))
-        places = () if micro_batch is None or micro_batch.answers is None else micro_batch.answers.places
+        answers = None if micro_batch is None else micro_batch.answers
+        places = answers.places if isinstance(answers, Answers) else ()
         values = [result.view(-1).tolist() for result in results] if places else []
         yield [([place + n for place in places], logprobs) for n, logprobs in enumerate(values)]
 
 
-def compare_with_reference(trainer: Trainer, run: ResolvedRun) -> ResolvedRun:
+def compare_with_reference(trainer: PreparedRun, run: ResolvedRun) -> ResolvedRun:
     """Return a stand-alone evaluation with the log-probabilities of the model before training. Collective.
 
     That model is built first and closed again, so that no two models are in memory.

@@ -38,7 +38,7 @@ from aliquot.planner.preflight import PlanRequest, plan_together
 from aliquot.tensor_io.manifest import read_state
 
 if TYPE_CHECKING:
-    from aliquot.run.trainer import Trainer
+    from aliquot.run.prepared_run import PreparedRun
 
 
 _NOT_MEASURED = Ceiling(0.0, False)  # for a stand-alone evaluation
@@ -91,7 +91,7 @@ class ResolvedRun:
         return fixed | scaling | {BASE: str(self.source.fingerprint)}
 
 
-def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
+def read_inputs(trainer: PreparedRun, trains: bool = True) -> ResolvedRun:
     """Read the model's description, tokenise the data, and lay out the batches, without a plan. Collective.
 
     `trains` is False for a stand-alone evaluation, which does not tokenise training data. Raises NodesDifferError if
@@ -119,7 +119,7 @@ def read_inputs(trainer: Trainer, trains: bool = True) -> ResolvedRun:
     return inputs
 
 
-def choose_precision(trainer: Trainer, recorded: Precision | None) -> Precision:
+def choose_precision(trainer: PreparedRun, recorded: Precision | None) -> Precision:
     """Return the precision of the run, which is the same on all nodes, and warn if it is slow on one. Collective.
 
     Args:
@@ -203,7 +203,7 @@ def _identities(inputs: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def resolve_run(trainer: Trainer, inputs: ResolvedRun) -> ResolvedRun:
+def resolve_run(trainer: PreparedRun, inputs: ResolvedRun) -> ResolvedRun:
     """Plan the run, and choose each setting that is `auto`. Collective.
 
     Without a plan, layers are not compiled, a micro-batch has one sequence, and nodes hold no replicas.
@@ -222,7 +222,7 @@ def resolve_run(trainer: Trainer, inputs: ResolvedRun) -> ResolvedRun:
     )  # fmt: skip
 
 
-def _plan(trainer: Trainer, inputs: ResolvedRun) -> Plan | None:
+def _plan(trainer: PreparedRun, inputs: ResolvedRun) -> Plan | None:
     """Plan the run on rank 0 and return the plan on every rank; None if no plan can be made. Collective."""
     ranks = trainer.ranks
     memory_bytes = min(ranks.gather(memory_limit()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.checkpoint.mirror import Uploader
 from aliquot.checkpoint.save import Saver
+from aliquot.core.errors import UsageError
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.model_config import computation_settings
 from aliquot.run.activity import Stage
 from aliquot.run.hub_upload import names_on_hub
@@ -83,7 +86,8 @@ class RunCheckpoints:
 
     def start_save(self) -> None:
         """Begin to save the last finished step."""
-        self.saver.start(self._trainer.progress.step, self._state(), self.best_step)
+        caller = run_on_rank_0(self._trainer.ranks, lambda: _as_json(self._trainer.state))
+        self.saver.start(self._trainer.progress.step, {**self._state(), "caller": caller}, self.best_step)
 
     def finish_save(self) -> None:
         """Wait for the save in progress."""
@@ -129,7 +133,7 @@ class RunCheckpoints:
 
     def _state(self) -> dict[str, Any]:
         """The state of a checkpoint: everything but weights, moments and files."""
-        trainer, batches = self._trainer, self._trainer.batches
+        trainer, batches = self._trainer, self._trainer.train_batches
         run, start, progress = trainer.resolved, trainer.start, trainer.progress
         position, ends = batches.position(progress.step), batches.steps.ends
         if progress.step == start.step:  # an earlier run trained this step, perhaps on other data
@@ -150,3 +154,11 @@ class RunCheckpoints:
             "config": run.config.model_dump(mode="json", by_alias=True),
             "hub_ids": names_on_hub(run.config),
         }
+
+
+def _as_json(state: dict[str, Any]) -> Any:
+    """Return a copy of the caller's state. Raises UsageError if it is no JSON."""
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Trainer.state must be JSON, because checkpoints hold it: {error}") from None

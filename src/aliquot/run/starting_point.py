@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
 from aliquot.checkpoint.directories import complete_directories, directory_of
@@ -24,8 +27,11 @@ from aliquot.models import initialize
 from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
 from aliquot.tensor_io.manifest import STATE, read_state
+from aliquot.tensor_io.parts import Part
 
 if TYPE_CHECKING:
+    from aliquot.engines.base import Engine
+    from aliquot.run.prepared_run import PreparedRun
     from aliquot.run.trainer import Trainer
 
 _MAX_FILES = 3  # changed files that an error names
@@ -41,9 +47,10 @@ class Start:
     position: Position = field(default_factory=lambda: Position(0, 0))  # in the data
     ends: tuple[int, ...] = ()  # where earlier runs ended within a batch (data/data_order.py)
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    state: Mapping[str, Any] = field(default_factory=dict)  # values of the caller's loop
 
 
-def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:
+def fill_model(trainer: PreparedRun, has_begun: bool = False) -> Start:
     """Load the weights from a checkpoint of this run, or else those with which the run begins. Collective.
 
     `has_begun`: `begin_model` has been called, so that the model has the latter already.
@@ -60,7 +67,7 @@ def fill_model(trainer: Trainer, has_begun: bool = False) -> Start:
     return start
 
 
-def begin_model(trainer: Trainer) -> None:
+def begin_model(trainer: PreparedRun) -> None:
     """Load the weights with which the run begins, and get the engine ready to compute with them. Collective."""
     if trainer.model.built.adapter is not None:
         _load_pretrained(trainer)
@@ -68,7 +75,42 @@ def begin_model(trainer: Trainer) -> None:
     trainer.model.engine.ready()
 
 
-def check_newest(trainer: Trainer) -> None:
+@contextmanager
+def initial_weights(trainer: Trainer) -> Iterator[None]:
+    """Compute with the weights before training within the block. Collective.
+
+    The first call loads these weights. Each rank then keeps its trainable shards of them, in fp32. If the block raises
+    an exception, the run must end.
+    """
+    engine = trainer.model.engine
+    parts = [part for part in trainer.model.saved.parts() if part.kind == "weight"]
+    trainer.checkpoints.saver.before_update()  # a save may still read the weights
+    trainer.ranks.barrier()  # no rank may compute while another one writes
+    present = _read_parts(engine, parts)
+    if trainer.initial_weights is None:
+        begin_model(trainer)
+        trainer.initial_weights = _read_parts(engine, parts)
+    else:
+        _write_parts(engine, parts, trainer.initial_weights)
+    yield
+    trainer.ranks.barrier()
+    _write_parts(engine, parts, present)
+
+
+def _read_parts(engine: Engine, parts: Sequence[Part]) -> list[Tensor]:
+    values = [torch.empty(part.numel) for part in parts]
+    for part, out in zip(parts, values, strict=True):
+        engine.read(part, part.start, out)
+    return values
+
+
+def _write_parts(engine: Engine, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
+    for part, tensor in zip(parts, values, strict=True):
+        engine.write(part, part.start, tensor)
+    engine.ready()
+
+
+def check_newest(trainer: PreparedRun) -> None:
     """Raise UserError if the run cannot continue from its newest checkpoint."""
     resumes = trainer.config.checkpoint.resume != "never"
     for checkpoint in complete_directories(trainer.directory.checkpoints)[-1:] if resumes else ():
@@ -76,14 +118,14 @@ def check_newest(trainer: Trainer) -> None:
             _check_unchanged(trainer, checkpoint, read_state(checkpoint))
 
 
-def _check_unchanged(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> str | None:
+def _check_unchanged(trainer: PreparedRun, checkpoint: Path, state: dict[str, Any]) -> str | None:
     """Return a warning of a changed model. Raises UserError if the run cannot continue from `state`."""
     explain = partial(_changed_data, trainer, state, checkpoint)
     check_continuity(state, trainer.resolved.determinants(), checkpoint, explain)
     return check_model(state, computation_settings(trainer.resolved.source.config), checkpoint)
 
 
-def _load_initial(trainer: Trainer) -> None:
+def _load_initial(trainer: PreparedRun) -> None:
     """Load the pretrained model, or the adapter, with which the run begins, or initialise the weights randomly."""
     config, built = trainer.config, trainer.model.built
     if built.adapter is not None and config.adapter is not None and config.adapter.directory is not None:
@@ -95,7 +137,7 @@ def _load_initial(trainer: Trainer) -> None:
         _load_pretrained(trainer)
 
 
-def _load_pretrained(trainer: Trainer) -> None:
+def _load_pretrained(trainer: PreparedRun) -> None:
     config, model, built = trainer.config, trainer.model, trainer.model.built
     assert trainer.resolved.source.directory is not None
     may_grow = built.vocabulary if config.model.add_tokens or config.model.add_special_tokens else ()
@@ -108,7 +150,7 @@ def _load_pretrained(trainer: Trainer) -> None:
     )  # fmt: skip
 
 
-def _resume(trainer: Trainer) -> Start | None:
+def _resume(trainer: PreparedRun) -> Start | None:
     """Load the checkpoint from which this run continues; return None if there is no such checkpoint."""
     config, ranks, model, warn = trainer.config, trainer.ranks, trainer.model, trainer.display.warning
     settings = config.model_dump(mode="json", by_alias=True)
@@ -133,7 +175,7 @@ def _resume(trainer: Trainer) -> Start | None:
     for change in changed_settings(state, settings):
         trainer.display.line(f"changed since: {change}")
     position, ends = Position(**state["position"]), tuple(state.get("ends", ()))
-    return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations)
+    return Start(state["step"], state["tokens"], checkpoint, position, ends, evaluations, state.get("caller", {}))
 
 
 def _size(documents_and_tokens: Sequence[int]) -> str:
@@ -141,7 +183,7 @@ def _size(documents_and_tokens: Sequence[int]) -> str:
     return f"{count_of(documents, 'document')} with {count_of(tokens, 'token')}"
 
 
-def _changed_data(trainer: Trainer, state: dict[str, Any], checkpoint: Path, determinant: str) -> str | None:
+def _changed_data(trainer: PreparedRun, state: dict[str, Any], checkpoint: Path, determinant: str) -> str | None:
     """Describe how training data have changed since a checkpoint; None if `determinant` is not a hash of data."""
     if determinant not in (sizes := trainer.resolved.batches.sizes()):
         return None
@@ -162,7 +204,7 @@ def _changed_data(trainer: Trainer, state: dict[str, Any], checkpoint: Path, det
     return f"{change} ({'; '.join(causes)})" if causes else change
 
 
-def _resume_evaluations(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
+def _resume_evaluations(trainer: PreparedRun, checkpoint: Path, state: dict[str, Any]) -> EvaluationHistory:
     """Return the history of evaluations in the state of `checkpoint`.
 
     The history is empty if the state belongs to another run, or if the evaluation data or the metric have changed. The
@@ -190,7 +232,7 @@ def _resume_evaluations(trainer: Trainer, checkpoint: Path, state: dict[str, Any
     return replace(history, best_step=None)
 
 
-def continuation_advice(trainer: Trainer) -> str | None:
+def continuation_advice(trainer: PreparedRun) -> str | None:
     """Return how the user can continue a run that has no steps left; None if steps are left."""
     train, start = trainer.config.train, trainer.start
     if start.evaluations.exhausts(train.early_stopping_patience):

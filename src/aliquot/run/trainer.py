@@ -1,58 +1,38 @@
-"""A run from beginning to end: join the ranks, resolve the run, build and fill the model, train, export."""
+"""The training loop of a run, for `aliquot train` and for loops, losses and data of the caller."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
-from aliquot.checkpoint.directories import complete_directories, directory_of
-from aliquot.checkpoint.mirror import fetch_newer
+from torch import Tensor
+
+from aliquot.checkpoint.directories import directory_of
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import CallbackError
-from aliquot.core.on_rank_0 import gather_results, run_on_all_ranks, run_on_rank_0
-from aliquot.distributed.config_consistency import check_configs
-from aliquot.distributed.flight_recorder import record_collectives
-from aliquot.distributed.launcher import launch_mode
-from aliquot.distributed.liveness.liveness import Liveness, StepWatchdog
-from aliquot.distributed.ranks import Ranks
-from aliquot.distributed.rendezvous import infer_local_ranks
-from aliquot.distributed.topology import choose_device, place_rank
+from aliquot.core.errors import CallbackError, UsageError
+from aliquot.data.batches import StepBatch
+from aliquot.distributed.liveness.liveness import StepWatchdog
+from aliquot.losses import cross_entropy
 from aliquot.machine.allocator import PeriodicRelease
-from aliquot.machine.cpu import read_cpu
-from aliquot.machine.facts import machine_facts
-from aliquot.machine.memory import current_gpu
-from aliquot.observe.console import Display
-from aliquot.observe.dashboards import check_installed
-from aliquot.observe.ledger import Ledger, Row
-from aliquot.observe.metrics import Exporter
+from aliquot.nn.token_loss import Group, LossFunction, TokenSequence
+from aliquot.observe.ledger import Row
 from aliquot.observe.recorder import RecordedRun, Recorder
-from aliquot.observe.run_directory import RunDirectory
-from aliquot.optim.schedule import Schedule
 from aliquot.planner.compute_ceiling import ceiling
-from aliquot.run.activity import Activity, Stage
-from aliquot.run.built_model import build_model, files_beside_weights
-from aliquot.run.callbacks import Callback, Callbacks, Event, check_callbacks
-from aliquot.run.data_sanity import check_first_batch, introduce, show_data
+from aliquot.run.activity import Stage
+from aliquot.run.built_model import files_beside_weights
+from aliquot.run.callbacks import Callback, Event
+from aliquot.run.caller_batch import as_groups, lay_out, scattered, token_logprobs
 from aliquot.run.export_run import finish_run, is_exported
-from aliquot.run.reference import compare_with_reference, with_reference
-from aliquot.run.resolved_run import read_inputs, resolve_run
+from aliquot.run.prepared_run import PreparedRun
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
-from aliquot.run.shutdown import Shutdown, StopPoll
-from aliquot.run.starting_point import check_newest, continuation_advice, fill_model
-from aliquot.run.training_loop import TrainingLoop, TrainingProgress
-from aliquot.stores.store import open_store
-from aliquot.tensor_io.publish import restore_former
-
-# gloo's collectives may wait this long, because reading a terabyte of text takes more than a day. The exit of a
-# rank ends all ranks, and the watchdogs of distributed/liveness end a run that hangs.
-_COLLECTIVE_TIMEOUT_S = 30 * 24 * 3600.0
+from aliquot.run.sampling import Drawing, Sample, sample_all
+from aliquot.run.starting_point import continuation_advice
+from aliquot.run.training_loop import TrainingLoop
+from aliquot.run.training_progress import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -74,6 +54,19 @@ class Result:
     export: Path | None
 
 
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The outcome of `Trainer.optim_step`.
+
+    Attributes:
+        grad_norm: The norm of the gradient of all weights, before clipping.
+        learning_rate: The learning rate of the step.
+    """
+
+    grad_norm: float
+    learning_rate: float
+
+
 def train(config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = ()) -> Result:
     """Train a model in this process, and return the result of the run.
 
@@ -90,193 +83,199 @@ def train(config: RunConfig, force: bool = False, callbacks: Sequence[Callback] 
         UserError: on every rank, for bad input, or if a callback fails.
         TrainingError: a run with good input had to stop, for example after a stop signal (`Terminated`).
     """
-    with Trainer(config, force, callbacks) as trainer:
-        return trainer.run()
+    with _ConfiguredRun(config, force, callbacks) as run:
+        return run.run()
 
 
-class Trainer:
-    """One rank of a run. Every rank enters the context and calls the same methods in the same order."""
+class Trainer(PreparedRun):
+    """A run whose training loop is yours: batches, losses and samples between its optimizer steps.
 
-    def __init__(
-        self, config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = (), trains: bool = True
-    ) -> None:
-        """Prepare to enter the context.
+    ```python
+    with aliquot.Trainer(config) as trainer:
+        for batch in trainer.train_batches():
+            trainer.forward_backward(batch)
+            trainer.optim_step()
+        trainer.export()
+    ```
 
-        Args:
-            config: the run configuration, whose settings may be `auto`.
-            force: start even if the plan says that the run does not fit into memory.
-            callbacks: see `train`.
-            trains: False for a stand-alone evaluation, which writes no files.
-        """
-        check_callbacks(callbacks)
-        self.requested, self.force = config, force
-        self.activity = Activity()
-        self._user_callbacks, self._trains = callbacks, trains
+    Entering the context joins the other ranks, plans the run, and builds and loads or resumes the model. The process is
+    one rank, as for `train`. Every method is a collective: all ranks call the same methods in the same order, and every
+    rank raises the error of any rank.
 
-    def __enter__(self) -> Self:
-        """Join the other ranks, plan, build the model, and load the weights with which training begins. Collective."""
-        with ExitStack() as stack:
-            self._join(stack)
-            if self._trains:
-                self._open(stack)
-            self._resolve(stack)
-            self.activity.enter(Stage.BUILD_MODEL)
-            self.model = build_model(self)
-            self._fill()
-            self._stack = stack.pop_all()
-        return self
+    Args:
+        config: the run configuration, the same on every rank.
+        force: train even if the plan says that the run does not fit into memory.
+        callbacks: called on rank 0 after steps, log lines, evaluations and saves.
+
+    Attributes:
+        state: Values of yours that checkpoints hold and a resumed run gets back; any JSON. Rank 0's values are saved.
+
+    Raises:
+        UserError: on every rank, for bad input, or if a function of yours fails.
+        TrainingError: a run with good input had to stop, for example after a stop signal (`Terminated`).
+    """
+
+    has_own_loop = True
+
+    def __init__(self, config: RunConfig, force: bool = False, callbacks: Sequence[Callback] = ()) -> None:
+        super().__init__(config, force, callbacks)
+        self.initial_weights: list[Tensor] | None = None  # this rank's shards; None: not needed so far
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        if isinstance(error[1], CallbackError):  # the same on all ranks; the weights in the save in progress are good
+            self.checkpoints.finish()
+        super().__exit__(*error)
 
     @property
-    def config(self) -> RunConfig:
-        """The configuration with a value for each setting that may be `auto`."""
-        return self.resolved.config
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model, from transformers."""
+        return self.resolved.tokenizer
 
-    def _join(self, stack: ExitStack) -> None:
-        """Join the ranks of this run; run the heartbeat and the watchdogs until the context ends."""
-        launch = self.requested.launch
-        with infer_local_ranks(os.environ, launch.join_timeout_s) as bound:
-            topology, self.placement = place_rank(launch, os.environ, read_cpu(), choose_device(launch.device), bound)
-            # Facts of the machine must be read before `join` pins this process to its cores.
-            machine = machine_facts() if self._trains and topology.is_first else None
-            self.directory, timeout_s = RunDirectory(self.requested.run.directory), launch.step_timeout_s
-            logs = self.directory.logs if self._trains else None
-            if topology.device == "cuda":
-                record_collectives(logs)
-            self.ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, launch.join_timeout_s, timeout_s)
-        stack.enter_context(self.ranks.closing())
-        liveness = Liveness(topology, self.ranks.store, timeout_s, self.activity.describe, logs)
-        self.liveness = stack.enter_context(liveness)
-        gpu = current_gpu(topology.device) if self._trains else None
-        self.machine = self.ranks.broadcast(machine) or {}
-        self.display = Display(self.requested.observe.console, enabled=topology.is_first)
-        self.ledger = Ledger(topology.rank, gpu, offloads=self.requested.shard.offload == "cpu")
-        self.callbacks = Callbacks(self._user_callbacks, self.ranks)
-        stack.callback(self.display.finish)
-        check_configs(self.ranks, self.requested)
+    def steps(self) -> Iterator[int]:
+        """Yield the number of each optimizer step that is left, counted from 0, for a loop with data of your own.
 
-    def _open(self, stack: ExitStack) -> None:
-        """Lock the run directory and check it, handle signals, and open what receives metrics."""
-        config, ranks = self.requested, self.ranks
-        self.exporter = Exporter(config.observe, config.run.name)
-        self.shutdown = stack.enter_context(
-            Shutdown(
-                config.checkpoint.grace_s,
-                speaks=ranks.rank == 0,
-                describe_loss=partial(_describe_loss, self.directory),
-                announce_end=self.liveness.heartbeat.announce_end,
-                has_mirror=config.checkpoint.mirror is not None,
-                notify=self.display.notify,
-                restore_terminal=self.display.finish,
-            )
-        )
-        self.stop_poll = StopPoll(ranks, lambda: self.shutdown.requested)
-        stack.callback(self.exporter.close)
-        if ranks.rank == 0:
-            stack.enter_context(self.directory.lock.hold())
-        run_on_rank_0(ranks, partial(check_installed, config.observe.report_to))
-        run_on_rank_0(ranks, partial(_check_mirror, config))
-        run_on_rank_0(ranks, self.exporter.listen)
-        if launch_mode(config.launch, os.environ) == "launcher":
-            self.display.warning(
-                f"launch.ranks is {config.launch.ranks} and launch.nodes is {config.launch.nodes}, but this process"
-                " trains as the only rank, because aliquot.train starts no other ranks: start the script with"
-                f" `torchrun --nproc-per-node N {sys.argv[0]}`"
-            )
-        self.ledger.mark("process start", {})
-        run_on_rank_0(ranks, lambda: restore_former(self.directory.checkpoints))
-        run_on_rank_0(ranks, lambda: self.directory.check(config))
-        if ranks.world_size > 1:
-            _check_is_shared(self.directory, ranks)
+        Before and after each step, evaluate, log and save as the configuration says. Call `optim_step` once in each.
+        A stop signal ends the run after the step, or between two micro-batches.
+        """
+        return self._loop.steps()
 
-    def _resolve(self, stack: ExitStack) -> None:
-        """Read the inputs and choose each setting that is `auto`."""
-        if not self._trains:
-            self.activity.enter(Stage.EVALUATE_MODEL)
-            self.resolved = compare_with_reference(self, read_inputs(self, trains=False))
-            return
-        self.activity.enter(Stage.FETCH_CHECKPOINT)
-        # Before the inputs are read, because settings that are `auto` depend on the checkpoint.
-        config, root = self.requested, self.directory.checkpoints
-        fetch_newer(config.checkpoint, config.mirror, root, self.ranks, self.display.warning)
-        self.activity.enter(Stage.READ_DATA)
-        inputs = read_inputs(self)
-        stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
-        self.resolved = inputs
-        run_on_rank_0(self.ranks, lambda: check_newest(self))  # before the plan, and before the model is built
-        self.activity.enter(Stage.PLAN)
-        self.resolved = resolve_run(self, inputs)
-        self.ledger.plan = {} if self.resolved.plan is None else self.resolved.plan.as_record()
+    def batches(self) -> Iterator[StepBatch]:
+        """Yield the batch of the configured data for each optimizer step that is left, as `steps` does."""
+        return self._loop.batches()
 
-    def _fill(self) -> None:
-        """Load the weights with which the run begins or resumes, and lay out the steps that are left."""
-        if not self._trains:
-            self.start = fill_model(self)
-            self.model.engine.ready()
-            return
-        config, engine = self.config, self.model.engine
-        self.activity.enter(Stage.LOAD_WEIGHTS)
-        batches, self.held_out, has_begun = with_reference(self)
-        self.start = fill_model(self, has_begun)
-        self.batches = batches.continued_at(self.start.step, self.start.position, self.start.ends)
-        self.total_steps = self.batches.total_steps(config.train.max_steps)
-        self.schedule = Schedule.of(config.train, self.total_steps)
-        self._wait_for_data()
-        run_on_rank_0(self.ranks, lambda: self.directory.begin(config))
-        run_on_rank_0(self.ranks, lambda: self.directory.write_day(self.resolved.data.day))
-        self.activity.enter(Stage.START_ENGINE)
-        engine.ready()
-        self.ledger.mark("optimizer state", engine.counters().memory())
-        self.record = introduce(self)
-        if self.start.step == 0:
-            run_on_rank_0(self.ranks, lambda: show_data(self))
-            if self.resolved.source.directory is not None:
-                check_first_batch(self)
+    def forward_backward(
+        self,
+        batch: StepBatch | Sequence[TokenSequence | Group],
+        loss: LossFunction | None = None,
+        divisor: float | None = None,
+        accumulate: bool = False,
+        scatter: bool = False,
+    ) -> float:
+        """Add the gradient of a loss, and return the loss: the sum over all ranks, over `divisor`.
 
-    def _wait_for_data(self) -> None:
-        """Return when the data of the next step are tokenised: a new node begins to tokenise a stream anew."""
-        step, streams = min(self.start.step + 1, self.total_steps), self.resolved.data.streams
-        if streams:
-            self.activity.enter(Stage.READ_DATA)
-            is_maker = any(stream.maker is not None for stream in streams.values())
-            run_on_all_ranks(self.ranks, lambda: self.batches.wait_for(step) if is_maker else None)
+        Args:
+            batch: from `batches`, for the configured objective; or sequences for a loss of yours, this rank's part of
+                the global batch. A tuple of sequences has a common loss, for example a pair of answers.
+            loss: called with the log-probabilities of a sequence's learned tokens (fp32 [L], on CPU) and the sequence;
+                for tuples, with tuples of both. Returns a scalar, a sum and not a mean. Autograd computes the gradient
+                through it. Default: the cross-entropy of the learned tokens.
+            divisor: of the summed loss, the same on all ranks. Default: the number of learned tokens of all ranks.
+            accumulate: another call for the same optimizer step follows.
+            scatter: take rank 0's sequences, and divide them among the ranks by their tokens.
 
-    def run(self) -> Result:
-        """Train the steps that are left, with evaluations and saves between them, then export. Collective."""
-        start, config = self.start, self.config
-        if advice := continuation_advice(self):
-            self.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
-            uploader = start_uploads(self, self.display.warning)
-            self.activity.enter(Stage.COPY_TO_MIRROR)
-            uploader.finish()
-            is_evaluated = not self.held_out or start.evaluations.last_step == start.step
-            if is_evaluated and (not config.checkpoint.export or is_exported(self)):
-                return Result(self.directory.path, start.step, None, None, self.directory.export)
-            self.total_steps = start.step  # only the evaluation or the export is left
+        Raises:
+            UserError: a sequence is longer than `data.sequence_length`, ranks differ in `divisor` or `loss`, or `loss`
+                fails, or its value is no finite scalar with a gradient. The message names the line of `loss`.
+        """
+        names: tuple[str, ...] = ()
+        if isinstance(batch, StepBatch):
+            if loss is not None or divisor is not None or scatter:
+                raise UsageError("loss, divisor and scatter are for sequences, not for a batch of the configured data")
+            step_batch, names = self._loop.with_divergence(batch), self.train_batches.names
+        else:
+            groups = as_groups(batch)
+            if scatter:
+                groups, indices = scattered(self, groups)
+                groups = [groups[index] for index in indices]
+            step_batch = lay_out(self, groups, loss or cross_entropy, divisor)
+        return self._loop.forward_backward(step_batch, names, not accumulate)
+
+    def optim_step(self, learning_rate: float | None = None) -> OptimizerStep:
+        """Clip the gradient, update the weights with AdamW, and set the gradient to 0.
+
+        Args:
+            learning_rate: of this step. Default: the rate of the configured schedule.
+        """
+        return OptimizerStep(*self._loop.update(learning_rate))
+
+    def forward(
+        self, sequences: Sequence[TokenSequence], reference: bool = False, scatter: bool = False
+    ) -> list[Tensor]:
+        """Return the log-probabilities of the learned tokens of each sequence, fp32 [L], without gradients.
+
+        Args:
+            sequences: this rank's sequences.
+            reference: compute with the weights before training, which the first such call loads again. Each rank then
+                keeps its shard of them, in fp32.
+            scatter: take rank 0's sequences, divide them among the ranks, and return the results of all on every rank.
+        """
+        self._loop.begin_pass()
+        return token_logprobs(self, as_groups(sequences), reference, scatter)
+
+    def sample(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_tokens: int = 100,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> list[Sample]:
+        """Continue prompts with the weights as they train; return `n` samples of each prompt, in order, on every rank.
+
+        Ranks divide the work. A sample depends on the seed, its prompt's index and its own index, not on the ranks.
+
+        Args:
+            prompts: texts, or token ids; the same on every rank. Texts become token ids as documents do, without a
+                chat template.
+            temperature: 0 draws the most likely token; 1 draws from the model's distribution.
+            top_p: draw from the smallest set of the most likely tokens with this probability.
+            max_tokens: the most tokens of a continuation.
+            stop: texts after which a continuation ends, besides the tokenizer's end token.
+            seed: of all samples, with `run.seed`. For other samples in each step, use another seed in each step.
+        """
+        drawing = Drawing(temperature, top_p, max_tokens, tuple(stop))
+        self._loop.begin_pass()
+        return sample_all(self, prompts, n, drawing, seed)
+
+    def log(self, **values: float) -> None:
+        """Add values to the metrics of the present step, for the console, metrics.jsonl and dashboards.
+
+        They are logged with the step, every `train.logging_steps`. Rank 0's values count.
+        """
+        if reserved := values.keys() & {"step", "loss", "learning_rate", "grad_norm", "tokens", "epoch", "engine"}:
+            raise UsageError(f"log: {min(reserved)} is a metric of every run: choose another name")
+        self._loop.caller_metrics |= {name: float(value) for name, value in values.items()}
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Evaluate on the configured evaluation sets now; return the metrics, under their names in metrics.jsonl."""
+        return self._loop.evaluate_now()
+
+    def save(self) -> None:
+        """Save a checkpoint of the last finished step, and wait until it is complete."""
+        self._loop.save_now()
+
+    def export(self) -> Path | None:
+        """End the run: export as `checkpoint.export` says, print the summary, and return the directory of the export.
+
+        Without it, a run leaves its checkpoints alone.
+        """
+        self._loop.finish_save()
+        return finish_run(self)
+
+    @cached_property
+    def _loop(self) -> TrainingLoop:
+        """Open what records the steps, and return the loop. The context of this trainer closes it."""
+        config, start, ranks = self.config, self.start, self.ranks
         self.files = files_beside_weights(self.resolved, self.model)
         self.memory_release = PeriodicRelease(start.step)
         self.progress = TrainingProgress(start.step, self.total_steps, start.tokens, start.step, start.evaluations)
-        stack_file = self.directory.logs / f"stacks-rank-{self.ranks.rank}.txt"
-        ranks, precision = self.ranks, config.train.chosen_precision
         recorder = Recorder(
             RecordedRun(config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu),
-            self.model.clock, lambda: ceiling(ranks, precision, again=True).flops_per_s,
+            self.model.clock, lambda: ceiling(ranks, config.train.chosen_precision, again=True).flops_per_s,
             steps_before=start.step, total_steps=self.total_steps,
         )  # fmt: skip
-        with recorder as self.recorder, StepWatchdog(self.liveness.rank, stack_file) as self.watchdog:
-            self.shutdown.on_request = self.watchdog.hurry
-            self.checkpoints = RunCheckpoints(self)
-            try:
-                TrainingLoop(self).run()
-                exported = finish_run(self)
-            except CallbackError:  # the same on all ranks; the weights in the save in progress are good
-                self.checkpoints.finish()
-                raise
-        return Result(
-            self.directory.path, self.progress.step, self.progress.loss, self.progress.perplexity, exported
-        )  # fmt: skip
+        self.recorder = self._stack.enter_context(recorder)
+        stack_file = self.directory.logs / f"stacks-rank-{ranks.rank}.txt"
+        self.watchdog = self._stack.enter_context(StepWatchdog(self.liveness.rank, stack_file))
+        self.shutdown.on_request = self.watchdog.hurry
+        self.checkpoints = RunCheckpoints(self)
+        return TrainingLoop(self)
+
+    def stop_if_requested(self) -> None:
+        """End the run as after the last finished step if a rank has received a stop signal."""
+        self._loop.stop_if_requested()
 
     def requested_signal(self) -> int:
         """Return the stop signal that any rank has received, or 0. Collective."""
@@ -291,7 +290,7 @@ class Trainer:
 
     def call_back(self, event: Event, metrics: Mapping[str, Any]) -> None:
         """Call the user's callbacks, and end the run early if one asks to stop. Collective. Raises CallbackError."""
-        start, progress, batches = self.start, self.progress, self.batches
+        start, progress, batches = self.start, self.progress, self.train_batches
         if self.callbacks.is_empty:
             return
         saved = directory_of(self.directory.checkpoints, progress.saved_step)
@@ -317,26 +316,25 @@ class Trainer:
             self.recorder.stopped_early(reason)
 
 
-def _check_is_shared(directory: RunDirectory, ranks: Ranks) -> None:
-    """Check that all ranks see the same run directory. Collective. Raises NodesDifferError on every rank.
+class _ConfiguredRun(Trainer):
+    """A run whose loop is that of its configuration."""
 
-    Even containers on one host may have different file systems.
-    """
-    name = run_on_rank_0(ranks, directory.create_marker)
-    try:
-        gather_results(ranks, lambda: directory.find_marker(name) if ranks.rank > 0 else None)
-    finally:
-        if ranks.rank == 0:
-            directory.remove_marker(name)
+    has_own_loop = False
 
-
-def _check_mirror(config: RunConfig) -> None:
-    """Raise UserError if a package for the mirror's store is missing; send no request to the store."""
-    if config.mirror is not None:
-        open_store(config.mirror)
-
-
-def _describe_loss(directory: RunDirectory) -> str:
-    """Return, as text, which steps an immediate end of the run would lose."""
-    checkpoints = complete_directories(directory.checkpoints)
-    return f"losing the steps after {checkpoints[-1].name}" if checkpoints else "losing all steps"
+    def run(self) -> Result:
+        """Train the steps that are left as the configuration says, then export; return the result of the run."""
+        start, config = self.start, self.config
+        if advice := continuation_advice(self):
+            self.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
+            uploader = start_uploads(self, self.display.warning)
+            self.activity.enter(Stage.COPY_TO_MIRROR)
+            uploader.finish()
+            is_evaluated = not self.held_out or start.evaluations.last_step == start.step
+            if is_evaluated and (not config.checkpoint.export or is_exported(self)):
+                return Result(self.directory.path, start.step, None, None, self.directory.export)
+            self.total_steps = start.step  # only the evaluation or the export is left
+        for batch in self.batches():
+            self.forward_backward(batch)
+            self.optim_step()
+        exported, progress = self.export(), self.progress
+        return Result(self.directory.path, progress.step, progress.loss, progress.perplexity, exported)

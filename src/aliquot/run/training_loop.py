@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from aliquot.checkpoint.directories import complete_directories
-from aliquot.checkpoint.retention import EvaluationHistory
-from aliquot.core.errors import DivergedError, RunDirectoryError, UserError
+from aliquot.core.errors import CallbackError, DivergedError, RunDirectoryError, UsageError, UserError
 from aliquot.core.intervals import is_due
 from aliquot.core.on_rank_0 import error_of
 from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
@@ -21,55 +20,16 @@ from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
+from aliquot.nn.token_loss import TokenLoss
 from aliquot.observe.throughput import model_flops
 from aliquot.run.activity import Stage
 from aliquot.run.evaluate import Evaluator, mismatched_ratios
 from aliquot.run.reference import check_first_step
 from aliquot.run.shutdown import Phase, saved_outcome
+from aliquot.run.training_progress import LossWatch, StepTotals
 
 if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
-
-
-@dataclass
-class TrainingProgress:
-    """The progress of training. Steps, evaluations and saves update the progress; all ranks hold the same values."""
-
-    step: int  # optimizer steps done, including the steps of earlier runs that this run continues
-    last_step: int  # the run ends after this step; early stopping lowers it
-    tokens: int
-    saved_step: int  # the step of the newest checkpoint
-    evaluations: EvaluationHistory
-    loss: float | None = None  # of the last step
-    perplexity: float | None = None  # of the last evaluation
-
-    @property
-    def is_saved(self) -> bool:
-        return self.saved_step == self.step
-
-
-class LossWatch:
-    """Notices a loss that explodes but stays finite: it exceeds ten times its running median for 20 steps in a row."""
-
-    factor, steps = 10, 20
-
-    def __init__(self) -> None:
-        self._usual: deque[float] = deque(maxlen=100)  # the losses of the latest steps that were not too high
-        self._steps_above = 0
-
-    @property
-    def usual(self) -> float:
-        """The median of the usual losses."""
-        return median(self._usual)
-
-    def explodes(self, loss: float) -> bool:
-        """Add the loss of a step; return whether it completes 20 steps with a loss that is too high."""
-        if len(self._usual) >= self.steps and loss > self.factor * self.usual:
-            self._steps_above += 1
-        else:
-            self._usual.append(loss)
-            self._steps_above = 0
-        return self._steps_above == self.steps
 
 
 class TrainingLoop:
@@ -83,41 +43,112 @@ class TrainingLoop:
         self._checkpoints = trainer.checkpoints
         self._evaluator = Evaluator(trainer)
         self._loss_watch = LossWatch()
-        self._irregularities = StreamedIrregularities(trainer.batches)
+        self._irregularities = StreamedIrregularities(trainer.train_batches)
         self._attention_widths = attention_widths(trainer.resolved.source.config)
+        self._prefetcher: BatchPrefetcher | None = None
+        self._totals = StepTotals()
+        self._reports: list[dict[str, Any]] = []  # of all ranks, from the last forward_backward of the step
+        self._open_step: int | None = None  # the step that the caller's loop is in
+        self._is_complete = False  # whether no further forward_backward adds to the gradient
+        self._metrics: dict[str, Any] = {}  # of the last step
+        self.caller_metrics: dict[str, float] = {}  # of the caller, for the next line of metrics
 
-    def run(self) -> None:
-        """Train until the last step.
+    def steps(self) -> Iterator[int]:
+        """Yield each step that is left, counted from 0, with evaluations, log lines and saves before and after it.
 
-        Raises Terminated after a rank has received a stop signal and the run has saved; DivergedError if a loss or a
-        gradient is not finite; RunDirectoryError if the run directory was removed or replaced; the UserError of a rank
-        that has no batch for the next step, after the run has saved.
+        Raises Terminated after a rank has received a stop signal and the run has saved; RunDirectoryError if the run
+        directory was removed or replaced; the UserError of a rank that has no batch for the next step, after the run
+        has saved.
         """
         self._evaluate_before_steps()
+        while (step := self._progress.step) < self._progress.last_step:
+            self._trainer.activity.enter(Stage.STEP, step + 1, saving=self._checkpoints.saver.current_step)
+            self._recorder.begin()
+            self._open_step = step
+            yield step
+            if self._progress.step == step:
+                raise UsageError(f"step {step + 1} ended without optim_step: call it once in each step")
+            self._end_step()
+        for line in self._irregularities.totals():
+            self._trainer.display.line(line)
+
+    def batches(self) -> Iterator[StepBatch]:
+        """Yield the batch of each step that is left."""
         trainer, ranks = self._trainer, self._trainer.ranks
         gpu_copier = BatchCopier() if ranks.topology.device == "cuda" else None
         with BatchPrefetcher(
-            trainer.batches, ranks.rank, ranks.world_size, self._progress.step, trainer.total_steps, gpu_copier
-        ) as batches:
-            while self._progress.step < self._progress.last_step:
-                self._trainer.activity.enter(
-                    Stage.STEP, self._progress.step + 1, saving=self._checkpoints.saver.current_step
-                )
-                self._recorder.begin()
-                batch = batches.take(self._progress.step)
+            trainer.train_batches, ranks.rank, ranks.world_size, self._progress.step, trainer.total_steps, gpu_copier
+        ) as self._prefetcher:
+            for step in self.steps():
+                batch = self._prefetcher.take(step)
                 for line in self._irregularities.news():
                     self._recorder.warn(line)
-                reports = self._exchange_reports(batch, self._backward(batch), batches)
-                metrics = self._update(batch, reports)
-                stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
-                self._trainer.call_back("on_step_end", metrics)
-                self._log(metrics)
-                failure = next((error_of(*report["failure"]) for report in reports if report["failure"]), None)
-                if not stop_signal and failure is None:
-                    stop_signal = self._evaluate_after_step()
-                self._save_after_step(stop_signal, failure)
-        for line in self._irregularities.totals():
-            self._trainer.display.line(line)
+                yield batch
+
+    def forward_backward(self, batch: StepBatch, names: Sequence[str], is_last: bool) -> float:
+        """Add the gradient of this rank's micro-batches, and return the loss of the global batch. Collective.
+
+        Args:
+            names: of the data sources of the batch.
+            is_last: whether `update` follows, without another call.
+
+        Raises DivergedError if the loss is not finite, and CallbackError if the caller's loss fails on a rank.
+        """
+        if self._progress.step != self._open_step or self._is_complete:
+            raise UsageError(
+                "forward_backward has its place in a step of Trainer.steps or Trainer.batches, before optim_step; all"
+                " calls of a step but the last need accumulate=True"
+            )
+        self._reports = self._exchange_reports(batch, self._backward(batch, is_last))
+        self._is_complete = is_last
+        if failure := next((report["loss_failure"] for report in self._reports if report["loss_failure"]), None):
+            raise CallbackError(failure)
+        loss = self._totals.add(batch, self._reports, names, self._trainer.train_batches.format.objective)
+        if not math.isfinite(loss):
+            ranks = [
+                str(rank) for rank, report in enumerate(self._reports) if not all(map(math.isfinite, report["loss"]))
+            ]
+            raise self._diverged(f"the loss is not finite on rank {', '.join(ranks)}")
+        if self._progress.step == 0:
+            check_first_step(self._trainer, self._totals.preference)
+        return loss
+
+    def evaluate_now(self) -> Mapping[str, Any]:
+        """Evaluate, and return the metrics. Collective."""
+        if stop_signal := self._evaluator.evaluate():
+            self._save_after_step(stop_signal, None)
+        return self._evaluator.metrics
+
+    def save_now(self) -> None:
+        """Save the last finished step, and wait until the checkpoint is complete. Collective."""
+        if self._progress.step not in (self._progress.saved_step, self._checkpoints.saver.current_step):
+            self._checkpoints.save()
+        self._checkpoints.finish_save()
+
+    def begin_pass(self) -> None:
+        """Count the time from now on as that of forward passes."""
+        self._recorder.enter("forward")
+
+    def finish_save(self) -> None:
+        """Wait for the save in progress, and for its copies to the mirror. Collective."""
+        self._checkpoints.finish()
+
+    def stop_if_requested(self) -> None:
+        """End the run as after the last finished step if a rank has received a stop signal. Collective."""
+        if self._trainer.stop_poll():
+            self._save_after_step(self._trainer.requested_signal(), None)
+
+    def _end_step(self) -> None:
+        """Log, evaluate and save as the configuration says; end the run after a stop signal, or without data."""
+        reports, metrics = self._reports, self._metrics
+        self._reports, self._totals = [], StepTotals()
+        stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
+        self._trainer.call_back("on_step_end", metrics)
+        self._log(metrics)
+        failure = next((error_of(*report["failure"]) for report in reports if report["failure"]), None)
+        if not stop_signal and failure is None:
+            stop_signal = self._evaluate_after_step()
+        self._save_after_step(stop_signal, failure)
 
     def _evaluate_before_steps(self) -> None:
         """Evaluate the initial weights, or catch up on an evaluation that a stop signal prevented in an earlier run."""
@@ -130,19 +161,19 @@ class TrainingLoop:
             # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
             self._checkpoints.start_save()
 
-    def _backward(self, batch: StepBatch) -> list[dict[str, float]]:
+    def _backward(self, batch: StepBatch, is_last: bool) -> list[dict[str, float]]:
         """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source.
 
         A stop signal between two micro-batches ends the run as a signal after the last finished step does. The resumed
         run repeats the step.
         """
         self._recorder.enter("forward")
-        micro_batches, results = self._with_divergence(batch), []
+        micro_batches, results = batch.micro_batches, []
         for index, micro_batch in enumerate(micro_batches):
-            if index and self._trainer.stop_poll():
-                self._save_after_step(self._trainer.requested_signal(), None)
-            is_last = index == len(micro_batches) - 1
-            results.append(self._engine.backward(micro_batch, 1 / max(1, batch.predicted), is_last))
+            if index:
+                self.stop_if_requested()
+            last = is_last and index == len(micro_batches) - 1
+            results.append(self._engine.backward(micro_batch, 1 / (batch.predicted or 1), last))
         sums: list[dict[str, float]] = [{"loss": 0.0} for _ in batch.predicted_of]
         for micro_batch, result in zip(micro_batches, results, strict=True):
             source_sums = sums[0 if micro_batch is None else micro_batch.source]
@@ -150,30 +181,34 @@ class TrainingLoop:
                 source_sums[name] = source_sums.get(name, 0.0) + value
         return sums
 
-    def _with_divergence(self, batch: StepBatch) -> list[MicroBatch | None]:
-        """Return the micro-batches; those of KTO with the divergence of the global batch, which needs a forward pass.
+    def with_divergence(self, batch: StepBatch) -> StepBatch:
+        """Return the batch; that of KTO with the divergence of the global batch, which needs a forward pass.
 
         As in TRL, the divergence is the mean log-ratio of mismatched answers, at least 0, without a gradient.
         """
-        objective = self._trainer.batches.format.objective
+        objective = self._trainer.train_batches.format.objective
         if objective is None or not objective.rates_answers:
-            return batch.micro_batches
+            return batch
         summed = math.fsum(mismatched_ratios(self._engine, micro_batch) for micro_batch in batch.micro_batches)
-        divergence = max(0.0, math.fsum(self._trainer.ranks.gather(summed)) / max(1, batch.predicted))
-        return [micro_batch and micro_batch.with_divergence(divergence) for micro_batch in batch.micro_batches]
+        divergence = max(0.0, math.fsum(self._trainer.ranks.gather(summed)) / (batch.predicted or 1))
+        micro_batches = [micro_batch and micro_batch.with_divergence(divergence) for micro_batch in batch.micro_batches]
+        return replace(batch, micro_batches=micro_batches)
 
-    def _exchange_reports(
-        self, batch: StepBatch, sums: list[dict[str, float]], batches: BatchPrefetcher
-    ) -> list[dict[str, Any]]:
+    def _exchange_reports(self, batch: StepBatch, sums: list[dict[str, float]]) -> list[dict[str, Any]]:
         """Gather one report from every rank, so that all ranks decide by the same values.
 
         Besides KTO's divergence, this is the only exchange of small values in a step.
         """
         # The rank that tokenises a stream waits for its next batch, so that no rank waits for data that never come.
         makes_data = any(stream.maker is not None for stream in self._trainer.resolved.data.streams.values())
-        failure = batches.failure(lambda: makes_data and not self._trainer.shutdown.requested)
+        failure = None
+        if self._prefetcher is not None:
+            failure = self._prefetcher.failure(lambda: makes_data and not self._trainer.shutdown.requested)
+        losses = (micro_batch.answers for micro_batch in batch.micro_batches if micro_batch is not None)
+        failures = (loss.outcome.failure for loss in losses if isinstance(loss, TokenLoss))
         report = {
             "failure": failure and [type(failure).__name__, str(failure)],
+            "loss_failure": next(filter(None, failures), None),
             "loss": [source_sums.pop("loss") for source_sums in sums],
             "preference": sums,
             "stop": self._trainer.shutdown.requested,
@@ -188,42 +223,47 @@ class TrainingLoop:
             raise RunDirectoryError(lost)
         return reports
 
-    def _update(self, batch: StepBatch, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Update the weights with the optimizer, and return the metrics of the step."""
-        trainer, progress, recorder = self._trainer, self._progress, self._recorder
+    def update(self, learning_rate: float | None) -> tuple[float, float]:
+        """Update the weights with the optimizer; return the norm of the gradient and the learning rate. Collective.
+
+        `learning_rate`: None for the rate of the schedule. Raises DivergedError if the gradient norm is not finite.
+        """
+        trainer, progress, recorder, totals = self._trainer, self._progress, self._recorder, self._totals
+        if not self._is_complete:
+            raise UsageError("optim_step needs a gradient: call forward_backward before, and last without accumulate")
         step = progress.step
         recorder.enter("checkpoint")
-        progress.loss = self._mean_loss([math.fsum(report["loss"]) for report in reports], batch.predicted)
-        preference = self._preference_metrics([report["preference"] for report in reports], batch.predicted)
-        if step == 0:
-            check_first_step(trainer, preference)
-        self._checkpoints.poll(reports)
+        progress.loss = totals.loss
+        self._checkpoints.poll(self._reports)
         self._checkpoints.saver.before_update()
 
         recorder.enter("optimizer")
-        rate = trainer.schedule.rate(step)
-        grad_norm = self._engine.step(rate, self._trainer.config.train.max_grad_norm or math.inf).grad_norm
+        rate = trainer.schedule.rate(step) if learning_rate is None else learning_rate
+        grad_norm = self._engine.step(rate, trainer.config.train.max_grad_norm or math.inf).grad_norm
         if not math.isfinite(grad_norm):
             raise self._diverged(f"the gradient norm is {grad_norm}")
         progress.step = step + 1
         trainer.shutdown.enter(Phase.STEPS, progress.step)
-        progress.tokens += batch.tokens
-        flops = model_flops(trainer.model.built.matmul_flops, batch.tokens, batch.lengths, self._attention_widths)
-        recorder.end(batch.tokens, flops, self._checkpoints.saver.current_step)
+        progress.tokens += totals.tokens
+        lengths = np.concatenate(totals.lengths)
+        flops = model_flops(trainer.model.built.matmul_flops, totals.tokens, lengths, self._attention_widths)
+        recorder.end(totals.tokens, flops, self._checkpoints.saver.current_step)
         trainer.watchdog.beat()
         if self._loss_watch.explodes(progress.loss):
             self._warn_of_explosion()
-        if any(report["freed"] for report in reports):
+        if any(report["freed"] for report in self._reports):
             trainer.memory_release.release(progress.step)
-        return {
+        self._metrics = {
             "loss": progress.loss,
-            **preference,
+            **totals.preference,
             "learning_rate": rate,
             "grad_norm": grad_norm,
             "tokens": progress.tokens,
-            **self._source_losses([report["loss"] for report in reports], batch),
-            "epoch": batch.epoch,
+            **totals.source_losses,
+            "epoch": totals.epoch,
         }
+        self._is_complete = False
+        return grad_norm, rate
 
     def _warn_of_explosion(self) -> None:
         watch, first = self._loss_watch, self._progress.step - self._loss_watch.steps + 1
@@ -237,7 +277,9 @@ class TrainingLoop:
         if self._trainer.ledger.mark("first step", lambda: self._engine.counters().memory()):
             self._trainer.publish_ledger()
         if self._recorder.is_due(self._progress.step):
-            line = self._recorder.log({**metrics, **self._expert_metrics(), **self._engine.counters().traffic()})
+            traffic = self._engine.counters().traffic()
+            line = self._recorder.log({**metrics, **self._expert_metrics(), **traffic}, self.caller_metrics)
+            self.caller_metrics = {}
             self._trainer.call_back("on_log", line)
 
     def _evaluate_after_step(self) -> int:
@@ -278,30 +320,6 @@ class TrainingLoop:
         progress = self._progress
         outcome = saved_outcome(progress.step, progress.saved_step, *obstacle)
         return self._trainer.shutdown.stopped(stop_signal, outcome)
-
-    def _mean_loss(self, sums: list[float], predicted: int) -> float:
-        """The mean loss over all predicted tokens of the global batch."""
-        bad_ranks = [str(rank) for rank, value in enumerate(sums) if not math.isfinite(value)]
-        if bad_ranks:
-            raise self._diverged(f"the loss is not finite on rank {', '.join(bad_ranks)}")
-        return math.fsum(sums) / max(1, predicted)
-
-    def _preference_metrics(self, sums: list[list[dict[str, float]]], count: int) -> dict[str, float]:
-        """The mean of each metric of `count` pairs or rated answers in the global batch; empty for other data."""
-        objective = self._trainer.batches.format.objective
-        parts = [source_sums for rank_sums in sums for source_sums in rank_sums if source_sums]
-        if objective is None or not parts:
-            return {}
-        return objective.means({name: math.fsum(part[name] for part in parts) for name in parts[0]}, count)
-
-    def _source_losses(self, sums: list[list[float]], batch: StepBatch) -> dict[str, float]:
-        """The mean loss of each named data source in the batch, over its predicted tokens."""
-        sources = zip(self._trainer.batches.names, zip(*sums, strict=True), batch.predicted_of, strict=True)
-        return {
-            f"loss_{name}": math.fsum(rank_sums) / predicted
-            for name, rank_sums, predicted in sources
-            if name and predicted
-        }
 
     def _expert_metrics(self) -> dict[str, object]:
         """How evenly tokens are routed to experts, and the balance loss; empty for models without experts."""

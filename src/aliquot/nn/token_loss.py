@@ -1,0 +1,156 @@
+"""A loss of the caller: a function of the log-probabilities of the tokens of a sequence, with exact gradients.
+
+As for preferences (nn/preference_loss.py), the loss depends on the model only through log-probabilities. Its gradient
+is therefore a weighted cross-entropy: every token has the weight -dL/d(log-probability), which autograd computes from
+the caller's function. The function never sees logits, which stay in chunks (nn/head_loss.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from aliquot.core.errors import UsageError, describe_failure
+from aliquot.machine.device_copies import send
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Token ids to train on, with values for each token.
+
+    Attributes:
+        ids: The token ids, at least two.
+        learned: Whether each token enters the loss. None: every token but the first, which nothing predicts.
+        arrays: Values by name, for example advantages: a number or a list of numbers for each token, or one number for
+            all tokens.
+        targets: K token ids for each token, whose log-probabilities at its place the loss gets, as [L, K]; for example
+            the most likely tokens of a teacher. None: the token itself.
+    """
+
+    ids: Sequence[int]
+    learned: Sequence[bool] | None = None
+    arrays: Mapping[str, float | Sequence[float] | Sequence[Sequence[float]]] = field(default_factory=dict)
+    targets: Sequence[Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.ids) < 2 or (self.learned is not None and not any(self.learned[1:])):
+            raise UsageError("a sequence has no token to learn: give at least two ids, and learn one after the first")
+        for name, values in [("learned", self.learned), ("targets", self.targets), *self.arrays.items()]:
+            if isinstance(values, Sequence | Tensor) and len(values) != len(self.ids):
+                raise UsageError(
+                    f"a sequence has {len(self.ids)} ids, but {len(values)} values of {name}: give as many"
+                )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the values of the learned tokens, fp32 [L] or [L, K], in the order of their log-probabilities."""
+        if name not in self.arrays:
+            raise KeyError(f"the sequence has no array {name}, only {', '.join(self.arrays) or 'ids'}")
+        values = torch.as_tensor(self.arrays[name], dtype=torch.float32)
+        return (values.expand(len(self.ids)) if values.ndim == 0 else values)[self.mask]
+
+    @property
+    def mask(self) -> Tensor:
+        """Whether each token enters the loss, bool [T]; never the first."""
+        mask = torch.ones(len(self.ids), dtype=torch.bool)
+        if self.learned is not None:
+            mask = torch.as_tensor(self.learned, dtype=torch.bool).clone()
+        mask[0] = False
+        return mask
+
+    @property
+    def labels(self) -> Tensor:
+        """The token ids whose log-probabilities the loss gets, int64 [L], or [L, K] with `targets`."""
+        return torch.as_tensor(self.ids if self.targets is None else self.targets)[self.mask]
+
+
+Group = tuple[TokenSequence, ...]  # sequences with a common loss, for example a pair of answers
+
+
+@dataclass
+class LossOutcome:
+    """The result of the caller's function on a micro-batch."""
+
+    total: float = 0.0  # summed over the groups
+    failure: str | None = None  # the error of the function
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of the groups of sequences in a row of tokens. It takes the place of `Answers` in a micro-batch."""
+
+    groups: Sequence[Group]
+    function: LossFunction | None  # None: only log-probabilities are computed
+    places: Tensor  # int64 [L], the index of each learned token among the losses of tokens
+    outcome: LossOutcome = field(default_factory=LossOutcome)  # shared by copies, which the engine makes
+
+    def to(self, device: torch.device) -> Self:
+        """Copy the tensors to `device` asynchronously."""
+        return replace(self, places=send(self.places, device))
+
+    def select(self, rows: Tensor) -> Self:
+        """Return the loss for a vector that begins with the losses of these learned tokens, in their order."""
+        return replace(self, places=torch.arange(len(rows), device=self.places.device))
+
+    def logprobs(self, losses: Tensor) -> Tensor:
+        """Return the log-probability of each learned token, fp32 [L], from the loss of each token."""
+        return -losses[self.places]
+
+    def weights(self, logprobs: Tensor) -> Tensor:
+        """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T].
+
+        An error of the caller's function is recorded, because all ranks must finish the micro-batch together. The
+        gradient is then 0.
+        """
+        weights = torch.zeros(int(self.places[-1]) + 1 if len(self.places) else 0, device=logprobs.device)
+        assert self.function is not None
+        leaf = logprobs.detach().cpu().requires_grad_()
+        try:
+            with torch.enable_grad():
+                total = torch.stack([_checked(loss) for loss in self._losses(self.function, leaf)]).sum()
+                gradient = torch.autograd.grad(total, leaf)[0]
+            if not math.isfinite(total.item()) or not gradient.isfinite().all():
+                raise ValueError("the loss or its gradient is not finite")
+        except Exception as error:
+            self.outcome.failure = describe_failure(self.function, f"{loss_name(self.function)} failed", error)
+        else:
+            self.outcome.total = total.item()
+            weights[self.places] = -gradient.to(weights)
+        return weights
+
+    def split(self, logprobs: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the log-probabilities [L] by group and sequence."""
+        shapes = [sequence.labels.shape for group in self.groups for sequence in group]
+        pieces = iter(torch.split(logprobs, [shape.numel() for shape in shapes]))
+        values = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        return [tuple(next(values) for _ in group) for group in self.groups]
+
+    def metrics(self, _: Tensor) -> dict[str, float]:
+        return {"loss": self.outcome.total}
+
+    def _losses(self, function: LossFunction, logprobs: Tensor) -> list[Tensor]:
+        """Return the loss of each group. The function gets tuples if a group has several sequences."""
+        pieces = self.split(logprobs)
+        return [
+            function(values[0], group[0]) if len(group) == 1 else function(values, group)
+            for group, values in zip(self.groups, pieces, strict=True)
+        ]
+
+
+def loss_name(function: LossFunction | None) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"a loss must be a scalar tensor, not {what}")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no gradient: compute it from the log-probabilities")
+    return loss.reshape(())
