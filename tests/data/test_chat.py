@@ -21,6 +21,7 @@ from aliquot.data.chat import (
     EMPTY_ANSWER,
     LONGEST_BYTES,
     NO_ANSWER,
+    NO_SPACE,
     NOT_RENDERED,
     TEMPLATE_LEAVES_OUT,
     TOO_LONG,
@@ -234,6 +235,7 @@ def test_tools_without_a_template_are_counted() -> None:
     assert NOT_RENDERED not in ids_of(record, None)[2]
     for unused in ({"tools": TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}):
         assert NOT_RENDERED in ids_of({**record, **unused}, None)[2]
+    assert NO_SPACE in ids_of({**record, "prompt": "the fox"}, None)[2] and NO_SPACE not in ids_of(record, None)[2]
 
 
 def test_special_tokens_in_author_text_are_text() -> None:

@@ -26,7 +26,7 @@ METRICS = {
     "step": 3,
     "epoch": 0.75,
     "loss": 2.5,
-    "eval_loss": 2.75,
+    "evaluation": "evaluation books: loss 2.7500",
     "learning_rate": 3e-4,
     "grad_norm": 1.0,
     "tokens_per_s": 12345.6,
@@ -120,7 +120,11 @@ def test_lines_of_memory_break_between_ranks() -> None:
 def test_live_on_a_terminal(kind: Kind) -> None:
     out, _ = shown(kind, terminal=True)
     assert "\x1b[" in out and "2.5000" in out and "12,346 tokens/s" in out and "half way" in out
-    assert "0.75  learning rate 3.00e-04" in out and "loss 2.7500" in out and ("MFU 45 %" in out) == (kind == "verbose")
+    assert (
+        "0.75  learning rate 3.00e-04" in out
+        and "books: loss 2.7500" in out
+        and ("MFU 45 %" in out) == (kind == "verbose")
+    )
     # The last drawing, which would have erased a line beside the view, shows the signal; then the cursor is back.
     assert "SIGINT: the run saves" in out.rpartition("training")[2] and out.rstrip("\n\r").endswith("\x1b[?25h")
 

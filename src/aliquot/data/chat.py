@@ -40,6 +40,7 @@ NO_ANSWER = "a record without an answer, left out"
 ANSWERS_NOT_WRITTEN = "a record whose answers the chat template does not write, left out"
 TEMPLATE_LEAVES_OUT = "a record with words that the chat template leaves out"
 UNREAD_FLAG = "a record with true or false in a message, for which neither aliquot nor the chat template has a use"
+NO_SPACE = "a record without a space between prompt and answer, whose words become one"
 NOT_RENDERED = "a record with tools or chat_template_kwargs, which only a chat template can render: there is none"
 EMPTY_ANSWER = "a record with an empty answer, which is not learned"
 
@@ -102,6 +103,7 @@ def _lay_out(record: dict[str, Any], text: str, tokenizer: TokenizerFacts, spec:
         if not completion.strip() and (spec.pairs or not everything):
             raise LeftOut(NO_ANSWER)
         notes |= {NOT_RENDERED: ""} if {"tools", "chat_template_kwargs"} & record.keys() else {}
+        notes |= {NO_SPACE: ""} if prompt[-1:].isalnum() and completion[:1].isalnum() else {}
         whole = prompt + completion
         stretches = [(0, len(whole))] if as_text else []
         return RecordLayout(whole, [(len(prompt), len(whole))], stretches, notes | special_notes, learns_end=True)

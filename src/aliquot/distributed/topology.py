@@ -100,7 +100,8 @@ def place_rank(
     where = f", cores {' | '.join(format_cpu_list(cpus) for cpus in cores)}" if cores[0] else ", not pinned"
     machines = f" on each of {topology.nodes} nodes" if topology.nodes > 1 else ""
     processes = f"{count_of(local_ranks, 'rank')} x {count_of(threads, 'thread')}"
-    return topology, f"{processes}{machines}{where}, from {reason}"
+    cause = "" if reason == f"{_CORES} / ranks" else f", from {reason}"
+    return topology, f"{processes}{machines}{where}{cause}"
 
 
 def threads_per_rank(

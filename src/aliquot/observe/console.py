@@ -179,7 +179,7 @@ def _interfaces(moved: Mapping[str, Mapping[str, int]]) -> str:
 _FORMATS: Mapping[str, Callable[[Any], str]] = {
     "epoch": "epoch {:.3g}".format,
     "loss": "loss {:.4f}".format,
-    "eval_loss": "loss {:.4f}".format,
+    "evaluation": str,
     "caller": lambda values: "  ".join(f"{name} {value:.4g}" for name, value in values.items()),
     "rewards/accuracies": "accuracy {:.2f}".format,
     "rewards/margins": "margin {:.3f}".format,
@@ -211,7 +211,7 @@ _DETAILS = ("grad_norm", "flops_per_s", "mfu", "memory_bytes", "gpu_memory_bytes
 _ROWS = {
     "rewards": ("rewards/accuracies", "rewards/margins"),
     "yours": ("caller",),
-    "evaluation": ("eval_loss",),
+    "evaluation": ("evaluation",),
     "epoch": ("epoch", "learning_rate"),
     "speed": ("tokens_per_s",),
 }

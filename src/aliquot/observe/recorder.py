@@ -85,7 +85,7 @@ class Recorder:
         self._started_at = time.monotonic()
         self._remaining = RemainingWork(run.config, total_steps, run.record.plan)
         self._evaluation_start = 0.0
-        self._eval_loss: float | None = None  # loss of the newest evaluation of this attempt
+        self._evaluation: str | None = None  # the newest evaluation of this attempt, of the first set
 
     def __enter__(self) -> Self:
         run, topology, record = self._run, self._ranks.topology, self._run.record
@@ -214,7 +214,7 @@ class Recorder:
         if self._run.gpu is not None:
             line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         self._write_metrics(line)
-        self._display.step({**line, "eval_loss": self._eval_loss, "caller": caller}, self._total)  # for the live view
+        self._display.step({**line, "evaluation": self._evaluation, "caller": caller}, self._total)  # for the live view
         return line
 
     def _eta_s(self) -> float | None:
@@ -249,7 +249,7 @@ class Recorder:
         self._write_metrics(line)
         for text in texts:
             self._display.line(f"step {self._done}: {text}")
-        self._eval_loss = results.get("", next(iter(results.values())))["loss"]
+        self._evaluation = texts[0]
         return line
 
     def saved(self, step: int, seconds: float, stall_s: float) -> None:

@@ -35,12 +35,13 @@ def begin(display: Display, config: RunConfig, record: RunRecord, *lines: str) -
     texts = (
         f"{record.model}, {record.parameters:,} parameters{learned}, {computed}, engine {record.engine}{compiled}"
         f"{recomputes}",
-        f"{record.placement}; {machine['matmul_kernels'][precision]}, {machine['allocator']}",
+        record.placement,
         *lines,
         *(foreseen(record.plan) if record.plan else ()),
     )
     for text in texts:
         display.line(text)
+    display.detail(f"matrix products by {machine['matmul_kernels'][precision]}, memory from {machine['allocator']}")
 
 
 def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> 
     done, saved = run_facts.steps_done(run), complete_directories(directory.checkpoints)
     steps, training_s = f"step {done:,.0f} of {run_facts.total_steps(run) or 0:,.0f}", run.training_s(now)
     planned = number(run.plan.get("peak_bytes_per_rank"))
-    peak = gib(max(map(top_bytes, run.rows), default=0))
+    peak = gib(top_bytes(run) or 0.0)
     command = "chat" if outcome.is_chat else "generate --prompt TEXT"
     following = ""
     if outcome.exported is not None:

@@ -145,6 +145,10 @@ def test_a_killed_run_with_half_a_line(tmp_path: Path) -> None:
     assert "3 of 100" in text and "killed" in text
     # All that is missing is said.
     assert "ledger.json" in text and "no evaluation" in text and "no checkpoint" in text
+    # The ledger of such a run ends with the first step; later steps may have more memory.
+    largest = [{**step(2), "memory_bytes": [5 << 30, 1 << 30]}]
+    killed = write_run(tmp_path / "killed", steps=largest, events=[start()], ledger=rows(1))
+    assert "peak memory 5.00 GiB" in page_of(killed).text
 
 
 def test_rolled_back_run_shows_steps_once(tmp_path: Path) -> None:

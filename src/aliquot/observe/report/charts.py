@@ -148,7 +148,8 @@ class Figure:
     @cached_property
     def svg(self) -> Markup:
         lines = "".join(self._frame.line(line) for line in self.drawn_lines)
-        parts = [self._x_labels(), self._frame.crossing(self.marks, self.levels), lines]
+        axis = _label(WIDTH - _RIGHT, self.height - 2, self.x, "end")
+        parts = [self._x_labels(), axis, self._frame.crossing(self.marks, self.levels), lines]
         if self.bars:  # limits are above bars
             parts = [self._stack(), *reversed(parts)]
         return Markup("".join([self._frame.grid(self.scale), *parts]))

@@ -126,9 +126,13 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     )  # fmt: skip
 
 
-def top_bytes(row: Object) -> float:
-    """Return the peak of a rank in the phase of `row`: of GPU memory, or of host memory (PSS)."""
-    return _peak(_compute_row(row))
+def top_bytes(run: Run) -> float | None:
+    """Return the peak of the largest rank, of GPU memory or of host memory (PSS); None if nothing is recorded.
+
+    The ledger of a run that was stopped ends with the first step; its logged steps may have more.
+    """
+    logged = run.number_lists("gpu_memory_bytes" if _uses_gpus(run) else "memory_bytes")
+    return max([*(_peak(_compute_row(row)) for row in run.rows), *(max(sizes) for _, sizes in logged)], default=None)
 
 
 def host_top_bytes(run: Run) -> float | None:

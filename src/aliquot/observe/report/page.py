@@ -154,7 +154,7 @@ def _compared_parts(runs: Sequence[Run]) -> Figure:
 
 def _compared_memory(runs: Sequence[Run]) -> Figure:
     drawn = {label: run for run, label in zip(runs, _labels(runs), strict=True) if run.rows}
-    peaks = {label: max(map(top_bytes, run.rows)) for label, run in drawn.items()}
+    peaks = {label: top_bytes(run) or 0.0 for label, run in drawn.items()}
     limits = {label: limit_bytes(run) for label, run in drawn.items()}
     near = [size for size in limits.values() if size is not None and size <= 2.5 * max(peaks.values(), default=0.0)]
     says = ", ".join(f"{label} {gib(peak)}" for label, peak in peaks.items()) + "."

@@ -117,7 +117,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("real tokens/s", compact(speed[0]), speed[1]) if speed else _NOTHING,
         ("MFU", percent(mfu[0]), ceiling_note) if mfu else _NOTHING,
         ("MFU", "unknown" if speed and not mfu else "", "the matmul ceiling was not measured"),
-        ("peak memory", gib(max(map(top_bytes, run.rows))) if run.rows else "", limit_note),
+        ("peak memory", gib(top_bytes(run) or 0.0) if run.rows else "", limit_note),
         ("a step", seconds(step_s) if step_s else "", waiting),
     ]
     return [(label, value, note) for label, value, note in figures if value]
@@ -163,7 +163,7 @@ def foresight(run: Run) -> Table:
     """Compare the plan with measurements; no rows without a plan."""
     speed, wire = run.average("tokens_per_s"), run.per_step("wire_bytes")
     ranks = number(run.about.get("world_size")) or 1.0
-    peak, host_peak = (max(map(top_bytes, run.rows)) if run.rows else None), host_top_bytes(run)
+    peak, host_peak = top_bytes(run), host_top_bytes(run)
     sent = ranks * wire[-1][1] if wire else None  # the counter of a rank includes loopback
     compared: list[tuple[str, tuple[str, ...], float | None, Callable[[float], str]]] = [
         ("peak memory of a rank", ("peak_bytes_per_rank",), peak, gib),
