@@ -29,6 +29,8 @@ from aliquot.core.errors import UserError
 from aliquot.data import data_files, documents, file_source, json_records, table_files, table_records
 from aliquot.data.documents import PART_BYTES, Document, Unit, text_documents
 from aliquot.data.file_source import FileSource, record_documents
+from aliquot.data.sources import source_of
+from aliquot.data.table_files import in_table_process, open_arrow
 from aliquot.data.table_records import binary_documents
 
 
@@ -93,6 +95,7 @@ DICTIONARY = {"text": [LONG] * 24, "messages": [[{"role": "user", "content": LON
 def small_table_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_files, "MEMORY_BYTES", 200 << 20)
     monkeypatch.setattr(table_files, "_idle", [])
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))  # for functions of this file
 
 
 @pytest.mark.usefixtures("small_table_process")
@@ -138,6 +141,40 @@ def test_a_table_of_kilobytes_that_expands(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match=f"{re.escape(name)}, {message}") as caught:
         list(record_documents(path, RecordsSection(text_field="text")))
     assert "\n" not in caught.value.line and not table_files._idle
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "limit", "message"),
+    [
+        pytest.param(65, 2048, "row 1: a record of more than 64 MiB", marks=pytest.mark.long),
+        (240, 200, "after row 0: reading its schema needs more than 200 MiB"),
+    ],
+)
+@pytest.mark.usefixtures("small_table_process")
+def test_a_dataset_of_kilobytes_that_expands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mebibytes: int, limit: int, message: str
+) -> None:
+    monkeypatch.setattr(table_files, "MEMORY_BYTES", limit << 20)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a" * (mebibytes << 20)]}), tmp_path / "a.parquet", use_dictionary=False
+    )
+    with pytest.raises(UserError, match=f"split train, {message}.*$"):
+        list(source_of(DataSection(dataset=str(tmp_path)), tmp_path).documents())
+
+
+def failing() -> Any:
+    raise ValueError(lambda: "cannot be pickled")
+
+
+@pytest.mark.usefixtures("small_table_process")
+def test_table_process_whose_answers_are_not_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"odd: it cannot be read \(ValueError: "), in_table_process(failing, "odd"):
+        pass
+    pyarrow.feather.write_feather(pyarrow.table({"text": ["fine"]}), tmp_path / "a.arrow")
+    for columns in ([], ["text"]):
+        with in_table_process(partial(open_arrow, tmp_path / "a.arrow"), "a.arrow") as table:
+            records = [record for part, _ in table.read(columns) for record in part] if columns else []
+    assert records == [{"text": "fine"}]
 
 
 def test_sizes_of_rows() -> None:

@@ -161,9 +161,20 @@ def test_chats_are_streamed(tmp_path: Path, model: Path) -> None:
     batches.close()
 
 
-def test_killed_stream_continues_at_its_place(
-    corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files of text in the order in which they are opened."""
+    names: list[str] = []
+
+    def noted(path: Path, unit: Any) -> Iterator[Document]:
+        names.append(path.name)
+        return text_documents(path, unit)
+
+    monkeypatch.setattr("aliquot.data.file_source.text_documents", noted)
+    return names
+
+
+def test_killed_stream_continues_at_its_place(corpus: Path, model: Path, tmp_path: Path, opened: list[str]) -> None:
     """Segments are made a few before they are needed; a later run reads no file before the place of the last one."""
     settings = section(corpus, tmp_path / "cache", shuffle_buffer=4)
     prepared, killed = stream(settings, model)
@@ -171,13 +182,6 @@ def test_killed_stream_continues_at_its_place(
     killed.close()
     made = segments(prepared.streams[""].directory)
     assert 2 <= len(made) < 9
-    opened: list[str] = []
-
-    def noted(path: Path, unit: Any) -> Iterator[Document]:
-        opened.append(path.name)
-        return text_documents(path, unit)
-
-    monkeypatch.setattr("aliquot.data.file_source.text_documents", noted)
     _, later = stream(settings, model)
     _, whole = stream(section(corpus, tmp_path / "other", shuffle_buffer=4), model)
     opened.clear()
@@ -206,21 +210,13 @@ def test_damaged_segments_are_made_again(
         assert sum("it is made again" in text for text in caplog.messages) == len(segments(files[0].parents[1]))
 
 
-def test_nodes_that_share_a_cache_take_turns(
-    corpus: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_share_a_cache_take_turns(corpus: Path, model: Path, tmp_path: Path, opened: list[str]) -> None:
     """Each node reads every file once."""
     makers = [
         prepare(section(corpus, tmp_path / cache, shuffle_buffer=4), model, 300).streams[""].maker
         for cache in ("shared", "shared", "alone")
     ]
-    opened: list[str] = []
-
-    def noted(path: Path, unit: Any) -> Iterator[Document]:
-        opened.append(path.name)
-        return text_documents(path, unit)
-
-    monkeypatch.setattr("aliquot.data.file_source.text_documents", noted)
+    opened.clear()
     for index in range(1, 13):
         for maker in (makers[index // 2 % 2], makers[2]):
             assert maker is not None

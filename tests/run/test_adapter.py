@@ -228,15 +228,18 @@ def test_refusals(folder: Path, base: Path, lora: Path) -> None:
     config, whole = adapter_config(base, "refused", adapter=LORA), adapter_config(base, "whole")
     assert "give model.path" in refusal(write_config(folder, "scratch", adapter=LORA))
     assert "needs shard.engine: host or fsdp, not deepspeed" in refused(config, "shard.engine=deepspeed")
-    assert "leave train.freeze out" in refusal(config, "train.freeze=[model.*]")
+    for override, message in {
+        "train.freeze=[model.*]": "leave train.freeze out",
+        "adapter.target_modules=[nothing]": "adapter.target_modules: ",
+        "adapter.target_modules=[q_proj, v_porj, '']": "adapter.target_modules: 'v_porj' is the end of no layer's name;"
+        " there are down_proj, gate_proj,",
+        "adapter.target_modules=[embed_tokens]": "embed_tokens is not a linear layer",
+        "adapter.target_modules=[q_proj, lm_head]": "names the output head",
+        "model.add_tokens=[<a>]": "an adapter trains no embeddings",
+    }.items():
+        assert message in refusal(config, override)
     assert "no weight is named nothing.*" in refusal(whole, "train.freeze=[nothing.*]")
     assert "the patterns freeze every weight" in refusal(whole, "train.freeze=['*']")
-    assert "adapter.target_modules: " in refusal(config, "adapter.target_modules=[nothing]")
-    misspelt = refusal(config, "adapter.target_modules=[q_proj, v_porj, '']")
-    assert "adapter.target_modules: 'v_porj' is the end of no layer's name; there are down_proj, gate_proj," in misspelt
-    assert "embed_tokens is not a linear layer" in refusal(config, "adapter.target_modules=[embed_tokens]")
-    assert "names the output head" in refusal(config, "adapter.target_modules=[q_proj, lm_head]")
-    assert "an adapter trains no embeddings" in refusal(config, "model.add_tokens=[<a>]")
     # The change is refused before the plan, which this memory does not fit.
     changed = refusal(adapter_config(base, "lora", adapter={**LORA, "alpha": 6.0, "r": 4}), "shard.memory=0.001")
     assert "adapter.r was 3 and is 4; adapter.alpha was 12.0 and is 6.0. Undo the change" in changed

@@ -21,7 +21,7 @@ from aliquot.checkpoint.directories import NAME, directory_of
 from aliquot.checkpoint.retention import Retention
 from aliquot.core.errors import DamagedCheckpoint, StorageError, TrainingError, UsageError, writing
 from aliquot.core.on_rank_0 import RankGroup, SingleRank, run_on_rank_0
-from aliquot.core.small_files import open_regular, read_small_file
+from aliquot.core.small_files import flush_to_disk, open_regular, read_small_file
 from aliquot.stores.store import Store, open_store
 from aliquot.tensor_io.checksums import BLOCK_BYTES
 from aliquot.tensor_io.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
@@ -225,8 +225,7 @@ def _fetch_share(
         with writing(directory / item.name), (directory / item.name).open("r+b") as file:
             file.seek(item.start)
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
 
     _transfer(fetch_block, _split_files(manifest, names, lambda _: BLOCK_BYTES), ranks)
 

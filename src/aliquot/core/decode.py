@@ -143,6 +143,15 @@ def _crc32(fields: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a decoded value without the nulls in its objects; a null in a list stays."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return value
+
+
 def check_json_depth(text: str) -> None:
     """Raise TooDeepError before a parser recurses into `text`."""
     if text.count("[") + text.count("{") > DEEPEST:  # with fewer brackets, no text is too deep

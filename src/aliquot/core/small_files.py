@@ -146,6 +146,12 @@ def pointer_message(start: bytes) -> str | None:
     return next((f"a {message}" for beginning, message in _POINTERS.items() if start.startswith(beginning)), None)
 
 
+def flush_to_disk(file: IO[Any]) -> None:
+    """Write the buffered data of an open file, and wait until the disk has the file."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def publish_text(path: Path, text: str) -> None:
     """Replace `path` by a file of `text` atomically: write a draft, force the draft to disk, rename it."""
     publish_bytes(path, text.encode())
@@ -157,8 +163,7 @@ def publish_bytes(path: Path, data: bytes) -> None:
     try:
         with open_unlinked(draft, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
         draft.replace(path)
     except OSError:  # remove the draft, for example from a full disk
         with suppress(OSError):

@@ -30,6 +30,7 @@ _MESSAGES_AS_TEXT = re.compile(
     r"""\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)\s*["'](?:role|from|content|value)["']\s*:""", re.S
 )
 _TAG = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]")  # as around reasoning: <think>, [THINK], ◁think▷
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 UNREADABLE_CALL = "a call of a function that cannot be read as one, left out"
 
 
@@ -54,8 +55,7 @@ def unread_flags(message: Mapping[str, Any], template: str) -> list[str]:
 
 def truth(value: object) -> bool | None:
     """Return whether a field says true (true, 1) or false (false, 0), also as the text of a table; None: neither."""
-    words = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    return words.get(str(value).strip().lower())
+    return _TRUTHS.get(str(value).strip().lower())
 
 
 def is_excluded(record: Mapping[str, Any], where: str) -> bool:
@@ -130,9 +130,7 @@ def _from_json(text: str, field: str, where: str) -> Any:
 
 def read_messages(value: object, field: str, where: str) -> list[dict[str, Any]]:
     """Return the messages in a field, which may hold them as JSON text."""
-    if isinstance(value, str) and not value.strip():
-        return []
-    if isinstance(value, str) and value.lstrip().startswith("["):  # tables often hold messages as JSON text
+    if isinstance(value, str) and value.lstrip()[:1] in ("", "["):  # tables often hold messages as JSON text
         value = read_list(value, field, where)
     if not isinstance(value, list):
         raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
@@ -170,8 +168,7 @@ def read_message(message: object, field: str, where: str) -> dict[str, Any]:
 
 
 def _check_content(content: object, where: str) -> None:
-    texts = content if isinstance(content, list) else []
-    if not (content is None or (isinstance(content, (str, list)) and all(map(_is_text, texts)))):
+    if not (content is None or isinstance(content, str) or (isinstance(content, list) and all(map(_is_text, content)))):
         raise BadRecordError(
             "a message's `content` must be text, or a list of parts of type `text`", where, NO_TEXT_CONTENT
         )

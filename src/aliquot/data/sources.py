@@ -6,9 +6,13 @@ With data.eval_fraction, each source is divided into a part that is held out for
 from __future__ import annotations
 
 import hashlib
+import json
+import resource
+import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,8 +25,10 @@ from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, format_of, unknown_field
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.table_files import Batches, Record, RecordTable, bounded_records, rows_at_once
+from aliquot.data.table_files import Batches, OpenTable, Record, TableOpener, in_table_process, rows_at_once
 from aliquot.data.table_records import table_documents
+
+_FACTS = b"aliquot"  # the key of these facts in the metadata of a dataset's schema: fingerprint, bytes, tables
 
 
 class Source(Protocol):
@@ -93,75 +99,99 @@ def source_of(section: RecordsSection, cache: Path, key: str = "", report: Named
 
 @dataclass(frozen=True)
 class HubSource:
-    """The documents of a data set that `datasets` has loaded."""
+    """The documents of a dataset of `datasets`."""
 
-    dataset: Any  # a datasets.Dataset, memory-mapped
+    opener: TableOpener
     section: RecordsSection
     form: Format
     label: str
     total_bytes: int
+    fingerprint: str  # identifies a dataset of the hub
     tables: tuple[Path, ...]  # the dataset's Arrow files, if it comes from a local directory; else empty
     cache: Path  # directory of stored digests
 
     @classmethod
     def load(cls, section: RecordsSection, cache: Path, key: str) -> HubSource:
-        import datasets
-
         assert section.dataset is not None
         label = f"{key} {section.dataset}, split {section.split}"
         if section.document not in (None, "field"):
             raise DataError(f"data.document: {section.document} is for plain text; a record's document is its `field`")
-        limit_hub_time()
-        try:
-            if saved := _saved_tables(Path(section.dataset)):
-                dataset = datasets.load_dataset("arrow", data_files=saved, split=section.split)
-            else:
-                dataset = datasets.load_dataset(section.dataset, section.dataset_config, split=section.split)
-        except DataError:
-            raise
-        except Exception as error:  # datasets raises nearly every kind of exception
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            advice = "" if Path(section.dataset).exists() else f". {hub_advice(section.dataset, 'dataset')}"
-            raise DataError(f"cannot load the dataset: {reason}{advice}", label) from error
-        local = Path(section.dataset).exists()
-        if unknown := unknown_field(section.unused_fields, dataset.column_names, label):
+        path = Path(section.dataset)
+        name = str(path.absolute()) if path.exists() else section.dataset  # the working directory may change
+        opener = partial(_open_dataset, name, section.dataset_config, section.split, label)
+        with in_table_process(opener, label) as table:
+            list(table.read([]))
+        if unknown := unknown_field(section.unused_fields, table.schema.names, label):
             raise unknown
+        facts = json.loads(table.schema.metadata[_FACTS])
         return cls(
-            dataset=dataset,
+            opener=opener,
             section=section,
-            form=format_of(section, dataset.column_names, label),
+            form=format_of(section, table.schema.names, label),
             label=label,
-            total_bytes=int(dataset.data.nbytes),
-            tables=tuple(Path(file["filename"]) for file in dataset.cache_files) if local else (),
+            total_bytes=facts["bytes"],
+            fingerprint=facts["fingerprint"],
+            tables=tuple(map(Path, facts["tables"])),
             cache=cache,
         )
 
     @cached_property
     def digest(self) -> str:
-        # The fingerprint identifies a dataset of the hub. For a local directory, the path and times also change it.
-        content = [self.dataset._fingerprint]
-        if self.tables:
-            content = [self.section.split, *digests(self.tables, self.cache)]
+        # The path and times also change the fingerprint.
+        content = [self.section.split, *digests(self.tables, self.cache)] if self.tables else [self.fingerprint]
         return hashlib.sha256("\0".join([*content, repr(self.form)]).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         """Yield all documents. Raises UserError if no record can be read."""
-        table = RecordTable(self.dataset.features.arrow_schema, self._read)
-        return refuse_bad_alone(table_documents(table, self.section, self.form, self.label, self.total_bytes))
+        with in_table_process(self.opener, self.label) as table:
+            yield from refuse_bad_alone(table_documents(table, self.section, self.form, self.label, self.total_bytes))
 
-    def _read(self, columns: list[str]) -> Iterator[tuple[Sequence[Record], float]]:
-        return bounded_records(self._batches(columns), self.label, self._rows)
 
-    def _batches(self, columns: list[str]) -> Batches:
-        rows, selected = 0, self.dataset.select_columns(columns).with_format("arrow")
-        for table in selected.iter(batch_size=rows_at_once(self.total_bytes, len(self.dataset))):
+@contextmanager
+def _open_dataset(name: str, config: str | None, split: str, label: str) -> Iterator[OpenTable]:
+    """Open a dataset of the hub or of a directory. Without columns, its `read` reads no row.
+
+    `label`: the dataset in error messages. Raises DataError, or MemoryError.
+    """
+    import datasets
+
+    limit_hub_time()
+    Path(datasets.config.HF_DATASETS_CACHE).mkdir(parents=True, exist_ok=True)
+    # No file that this process writes may take more than half of the free space, because archives expand.
+    file_bytes = shutil.disk_usage(datasets.config.HF_DATASETS_CACHE).free // 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        if saved := _saved_tables(Path(name)):
+            dataset = datasets.load_dataset("arrow", data_files=saved, split=split)
+        else:
+            dataset = datasets.load_dataset(name, config, split=split)
+    except DataError:
+        raise
+    except Exception as error:  # datasets raises nearly every kind of exception
+        cause = error.__cause__ or error  # datasets replaces the error of a decoder
+        reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        advice = "" if Path(name).exists() else f". {hub_advice(name, 'dataset')}"
+        raise (
+            cause if isinstance(cause, MemoryError) else DataError(f"cannot load the dataset: {reason}{advice}", label)
+        ) from error
+
+    def read(columns: list[str]) -> Batches:
+        rows, selected = 0, dataset.select_columns(columns).with_format("arrow")
+        for table in selected.iter(batch_size=rows_at_once(dataset.data.nbytes, len(dataset))) if columns else ():
             for batch in table.to_batches():
                 rows += len(batch)
-                yield batch, rows / len(self.dataset)
+                yield batch, rows / len(dataset)
 
-    def _rows(self, batch: Any) -> list[Record]:
-        values = self.dataset.features.decode_batch(batch.to_pydict())
+    def records(batch: Any) -> list[Record]:
+        values = dataset.features.decode_batch(batch.to_pydict())
         return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+    facts = {
+        "fingerprint": dataset._fingerprint,
+        "bytes": int(dataset.data.nbytes),
+        "tables": [file["filename"] for file in dataset.cache_files] if Path(name).exists() else [],
+    }
+    yield dataset.features.arrow_schema.with_metadata({_FACTS: json.dumps(facts)}), read, records
 
 
 def _saved_tables(directory: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Read parquet and Arrow files in a process of their own, whose memory is limited.
+"""Read parquet and Arrow files, and datasets, in a process of their own, whose memory is limited.
 
 A file of kilobytes may expand to any size, because pages, batches and dictionaries are decompressed as a whole, and a
 damaged file may crash the decoder. Each process that reads tables therefore keeps one table process, which sends the
@@ -8,6 +8,7 @@ records of a few megabytes at a time. Turning rows into Python objects takes lon
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -28,8 +29,10 @@ _ROWS, _BATCH_BYTES = 512, 16 << 20  # limits of what is read from a table at on
 
 Record = dict[str, Any]
 Batches = Iterator[tuple[Any, float]]  # record batches, each with the share of the table that has been read
-# Opens a file: yields its pyarrow schema, and a function that reads all rows with only the given columns.
-TableOpener = Callable[[Path], AbstractContextManager[tuple[Any, Callable[[list[str]], Batches]]]]
+# An open table in the table process: its pyarrow schema, a function that reads all rows with only the given columns,
+# and a function that turns a record batch into records.
+OpenTable = tuple[Any, Callable[[list[str]], Batches], Callable[[Any], Sequence[Record]]]
+TableOpener = Callable[[], AbstractContextManager[OpenTable]]
 
 
 class RecordTable(NamedTuple):
@@ -45,41 +48,48 @@ os.register_at_fork(after_in_child=_idle.clear)  # a fork must not share the pip
 
 
 @contextmanager
-def in_table_process(open_table: TableOpener, path: Path) -> Iterator[RecordTable]:
-    """Open a file with `open_table` in a table process.
+def in_table_process(open_table: TableOpener, where: str | Path) -> Iterator[RecordTable]:
+    """Open a table with `open_table` in a table process. `where`: the name of the table in error messages.
 
     Raises DataError if the memory of the process does not suffice or if it ends; else the exceptions of `open_table`.
     """
     worker = _idle.pop() if _idle else _TableProcess()
-    columns, row = ["its schema"], 0
+    columns, row, is_at_end = ["its schema"], 0, False
 
     def read(names: list[str]) -> Iterator[tuple[Sequence[Record], float]]:
-        nonlocal columns, row
+        nonlocal columns, row, is_at_end
         columns = names
         worker.send(columns)
         while (answer := worker.receive()) is not None:
             yield answer
             row += len(answer[0])
+        is_at_end = True
 
     try:
-        worker.send((open_table, path.absolute(), str(path)))  # the working directory may have changed
+        worker.send((open_table, str(where)))
         yield RecordTable(worker.receive(), read)
-    except BaseException as error:
-        worker.close()
-        if isinstance(error, MemoryError):
-            raise DataError(
-                f"reading {', '.join(columns)} needs more than {MEMORY_BYTES >> 20} MiB of memory, or the file is"
-                " damaged: write it again, with smaller pages and batches",
-                f"{path}, after row {row}",
-            ) from None
-        raise
-    _idle.append(worker)
+    except MemoryError:
+        raise DataError(
+            f"reading {', '.join(columns)} needs more than {MEMORY_BYTES >> 20} MiB of memory, or the file is"
+            " damaged: write it again, with smaller pages and batches",
+            f"{where}, after row {row}",
+        ) from None
+    finally:
+        if is_at_end:
+            _idle.append(worker)
+        else:
+            worker.close()
 
 
 class _TableProcess(Worker):
     def __init__(self) -> None:
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "ARROW_IO_THREADS"), "1")
-        super().__init__(f"{__name__}:serve", ARROW_DEFAULT_MEMORY_POOL="system", **single)
+        super().__init__(
+            f"{__name__}:serve",
+            ARROW_DEFAULT_MEMORY_POOL="system",
+            ARROW_IO_THREADS="1",
+            OMP_NUM_THREADS="1",
+            OPENBLAS_NUM_THREADS="1",
+        )
         self.send(MEMORY_BYTES)
 
 
@@ -88,19 +98,23 @@ def serve(connection: Connection) -> None:
     import pyarrow.parquet  # noqa: F401
 
     limit_memory(connection.recv())
-    for open_table, path, where in requests(connection):
+    for open_table, where in requests(connection):
         try:
-            with open_table(path) as (schema, read):
+            with open_table() as (schema, read, records):
                 connection.send(schema)
-                for records in bounded_records(read(connection.recv()), where):
-                    connection.send(records)
+                for part in _bounded_records(read(connection.recv()), where, records):
+                    connection.send(part)
             connection.send(None)
         except Exception as error:  # whatever the decoder raises
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # the parent could not read this error
+                error = DataError(f"it cannot be read ({type(error).__name__}: {error})", where)
             connection.send(error)
 
 
 @contextmanager
-def open_parquet(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Batches]]]:
+def open_parquet(path: Path) -> Iterator[OpenTable]:
     """Open a parquet file."""
     import pyarrow.parquet
 
@@ -122,11 +136,11 @@ def open_parquet(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Batche
                 yield batch, rows_before / rows
 
     with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-        yield file.schema_arrow, read
+        yield file.schema_arrow, read, pyarrow.RecordBatch.to_pylist
 
 
 @contextmanager
-def open_arrow(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Batches]]]:
+def open_arrow(path: Path) -> Iterator[OpenTable]:
     """Open an IPC file, or an IPC stream as in the cache of `datasets`."""
     import pyarrow
 
@@ -145,11 +159,11 @@ def open_arrow(path: Path) -> Iterator[tuple[Any, Callable[[list[str]], Batches]
                 done_bytes += batch.nbytes
                 yield batch.select(columns), min(1.0, done_bytes / file.size())
 
-        yield reader.schema, read
+        yield reader.schema, read, pyarrow.RecordBatch.to_pylist
 
 
-def bounded_records(
-    batches: Batches, where: str | Path, rows: Callable[[Any], Sequence[Record]] = lambda part: part.to_pylist()
+def _bounded_records(
+    batches: Batches, where: str, records: Callable[[Any], Sequence[Record]]
 ) -> Iterator[tuple[Sequence[Record], float]]:
     """Yield the records of `batches`, a few megabytes at once. `where`: the name of the table in error messages.
 
@@ -158,11 +172,11 @@ def bounded_records(
     row = 0
     for batch, share in batches:
         for part in _parts(batch, where, row):
-            yield rows(part), share
+            yield records(part), share
         row += len(batch)
 
 
-def _parts(batch: Any, where: str | Path, row: int) -> Iterator[Any]:
+def _parts(batch: Any, where: str, row: int) -> Iterator[Any]:
     """Yield parts of a record batch, each a few megabytes as Python objects.
 
     `row`: number of rows before the batch. Raises DataError for a row of more than LONGEST_RECORD bytes.

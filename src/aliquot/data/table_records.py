@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from aliquot.data.documents import (
     repeated_name,
 )
 from aliquot.data.formats import Format, RecordReader, format_of
-from aliquot.data.table_files import RecordTable, TableOpener, in_table_process
+from aliquot.data.table_files import OpenTable, RecordTable, in_table_process
 
 
 def csv_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
@@ -76,15 +77,17 @@ def table_documents(
         raise DataError(f"not UTF-8 text ({error.reason})", f"{where}, after row {row}") from error
 
 
-def binary_documents(title: str, open_table: TableOpener, path: Path, section: RecordsSection) -> Iterator[Document]:
-    """Yield the document of each row of a file that `open_table` reads."""
+def binary_documents(
+    title: str, open_table: Callable[[Path], AbstractContextManager[OpenTable]], path: Path, section: RecordsSection
+) -> Iterator[Document]:
+    """Yield the document of each row of a file that `open_table` opens."""
     import pyarrow
 
     if path.suffix.lower() in COMPRESSED:
         raise DataError(f"{title} is read in any order, which an archive is not: unpack it first", path)
     refuse_pointer(path)
     try:
-        with in_table_process(open_table, path) as table:
+        with in_table_process(partial(open_table, path.absolute()), path) as table:  # the working directory may change
             _refuse_repeated(table.schema.names, path)
             form = format_of(section, table.schema.names, path)
             yield from table_documents(table, section, form, path, path.stat().st_size)

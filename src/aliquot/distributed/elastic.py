@@ -25,7 +25,7 @@ import psutil
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import RendezvousError, TrainingError
 from aliquot.distributed.forked_rank import live_forked_ranks, start_server, wait_for_server
-from aliquot.distributed.gloo_interface import group_address, listen
+from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
 from aliquot.distributed.local_group import RankProgram, run_local_ranks
@@ -34,7 +34,7 @@ from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
-from aliquot.distributed.store_server import UNSERVED, check_connection, connection_failure
+from aliquot.distributed.store_server import UNSERVED, connection_failure, open_port
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
@@ -286,13 +286,8 @@ class _Node:
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """Become the leader of the next round; None if another node was first."""
-        address = group_address()
-        try:
-            listener = listen(address)
-        except OSError as error:
-            raise RendezvousError(f"cannot listen on {address}, where other nodes reach this one: {error}") from None
-        port = listener.getsockname()[1]
-        check_connection(address, port)
+        listener = open_port(group_address())
+        address, port = listener.getsockname()[:2]
         number = 1 if newest is None else newest.number + 1
         claim = Claim(number, platform.node(), address, port, secrets.token_hex(16))
         if not self._claims.make(claim):

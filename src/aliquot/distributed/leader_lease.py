@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from aliquot.core.errors import CutOffError, RunDirectoryError, UnfitFileError, printable, storage_error
-from aliquot.core.small_files import open_regular, open_unlinked, publish_text, read_small_file
+from aliquot.core.small_files import flush_to_disk, open_regular, open_unlinked, publish_text, read_small_file
 
 ROUNDS = ".rounds"  # in the run directory
 ROUND = "ALIQUOT_ROUND"  # the number of the round, which the launcher sets for its ranks
@@ -95,8 +95,7 @@ class Claims:
             # The permissions let only the owner of the file read the nonce.
             with open_unlinked(self._draft, "x", permissions=0o600, encoding="utf-8") as file:
                 file.write(json.dumps(asdict(claim)))
-                file.flush()
-                os.fsync(file.fileno())
+                flush_to_disk(file)
             os.link(self._draft, self._file(claim.number))
         except FileExistsError:
             return False

@@ -94,18 +94,27 @@ def serve_store(address: str, port: int) -> TCPStore:
     if (server := _SERVERS.get(port)) is not None:
         return server
     allow_open_files()
-    try:
-        listener = listen(address, port)
-        port = listener.getsockname()[1]
-        check_connection(address, port)
-        server = TCPStore(
-            address, port, None, True, timedelta(seconds=STORE_TIMEOUT_S), False, master_listen_fd=listener.detach()
-        )
-    except (OSError, DistError) as error:
-        name = f"port {port} cannot" if port else "no port can"
-        raise RendezvousError(f"{name} be opened at {address}: {_port_failure(port, error)}") from None
+    listener = open_port(address, port)
+    port = listener.getsockname()[1]
+    server = TCPStore(
+        address, port, None, True, timedelta(seconds=STORE_TIMEOUT_S), False, master_listen_fd=listener.detach()
+    )
     _SERVERS[port] = server
     return server
+
+
+def open_port(address: str, port: int = 0) -> socket.socket:
+    """Listen on `address` only, at a port that this process can reach; port 0 takes a free one.
+
+    Raises RendezvousError.
+    """
+    try:
+        listener = listen(address, port)
+    except OSError as error:
+        name = f"port {port} cannot" if port else "no port can"
+        raise RendezvousError(f"{name} be opened at {address}: {_port_failure(port, error)}") from None
+    check_connection(address, listener.getsockname()[1])
+    return listener
 
 
 def allow_open_files() -> None:
@@ -175,10 +184,10 @@ def _server_address(master: str, deadline: Deadline) -> str:
             time.sleep(_POLL_S)
 
 
-def _port_failure(port: int, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+def _port_failure(port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
         return f"the port is taken{_port_owner(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
-    return (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
+    return error.strerror or str(error)
 
 
 def _port_owner(port: int) -> str:

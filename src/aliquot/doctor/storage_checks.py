@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from aliquot.core.small_files import flush_to_disk
 from aliquot.doctor.finding import Subject, Verdict, check
 from aliquot.machine.facts import mount_of
 from aliquot.machine.storage import nearest_directory
@@ -67,8 +68,7 @@ def check_storage_clock(subject: Subject) -> Verdict:
         ) as file:
             before = time.time()
             file.write(b"x")
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
             skew = os.fstat(file.fileno()).st_mtime - before
     except OSError as error:
         return "warning", str(error.strerror), "it cannot be written", "see `storage`"
@@ -84,8 +84,7 @@ def _write(file: Path) -> float:
     start = time.perf_counter()
     with file.open("wb") as out:
         out.write(os.urandom(_WRITE_BYTES))
-        out.flush()
-        os.fsync(out.fileno())
+        flush_to_disk(out)
     return time.perf_counter() - start
 
 

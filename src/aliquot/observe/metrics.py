@@ -21,7 +21,7 @@ from wsgiref.simple_server import WSGIServer
 from aliquot.config.schema import ObserveSection
 from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import LaunchError, StorageError, writing
-from aliquot.core.small_files import open_unlinked, publish_bytes
+from aliquot.core.small_files import flush_to_disk, open_unlinked, publish_bytes
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
 from aliquot.observe.run_directory import RunDirectory
@@ -58,8 +58,7 @@ class MetricsFile:
 
     def close(self) -> None:
         with writing(self._path), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            flush_to_disk(self._file)
 
 
 class TensorBoard:

@@ -24,7 +24,7 @@ from aliquot.core.errors import (
     reading,
     writing,
 )
-from aliquot.core.small_files import publish_bytes
+from aliquot.core.small_files import flush_to_disk, publish_bytes
 
 _PART_BYTES = 64 << 20
 _READ_LIMIT_S = 600.0  # for a listing, or one read of at most a part
@@ -145,8 +145,7 @@ class LocalStore(Store):
             file.seek(start)
             for block in data:
                 file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+            flush_to_disk(file)
         return ""
 
     def remove(self, names: Sequence[str]) -> None:

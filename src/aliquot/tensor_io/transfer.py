@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +32,6 @@ class Progress:
 
     done_bytes: int
     total_bytes: int
-    elapsed_s: float
 
 
 Watch = Callable[[Progress], None]  # called after every piece; an exception ends the transfer
@@ -138,7 +136,6 @@ class _Transfer:
         self._pairs = sorted(pairs, key=lambda pair: (pair[1].file, pair[1].offset, pair[0].start))
         self._view = store.view if isinstance(store, ViewableStore) else lambda part: None
         self._watch = watch
-        self._began = time.perf_counter()
         self._total_bytes = sum(part.numel * entry.itemsize for part, entry in pairs)
         self.done_bytes = 0
 
@@ -171,7 +168,7 @@ class _Transfer:
     def count(self, piece: _Piece) -> None:
         self.done_bytes += piece.numel * piece.entry.itemsize
         if self._watch is not None:
-            self._watch(Progress(self.done_bytes, self._total_bytes, time.perf_counter() - self._began))
+            self._watch(Progress(self.done_bytes, self._total_bytes))
 
 
 def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
