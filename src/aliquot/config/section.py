@@ -72,7 +72,7 @@ class Section(BaseModel):
         These are NUL characters and lone surrogates, which text files cannot contain, passwords in URLs, and numbers
         that are too large or too close to 0.
         """
-        for text in _texts(value):
+        for text in texts_in(value):
             if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
                 raise PydanticCustomError(ABOUT_KEY, f"has characters that no text file can hold: {text!a}")
             if _URL.match(text) and has_url_credentials(text):
@@ -113,17 +113,17 @@ def refuse_unused(section: Section, prefix: str, uses: Iterable[KeyUse]) -> None
                 raise ValueError(f"{prefix}{key} {why}")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """Yield all strings and paths in a value, including those inside lists and mappings."""
     if isinstance(value, str | Path):
         yield str(value)
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield from _texts(key)
-            yield from _texts(inner)
+            yield from texts_in(key)
+            yield from texts_in(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_in(inner)
 
 
 def _check_range(text: str) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches, StepBatch
+from aliquot.models.micro_batch import tensors_in
 
 _POLL_S = 0.1
 
@@ -54,7 +55,7 @@ class BatchCopier:
         stream = torch.cuda.current_stream()
         stream.wait_event(sent.arrived)
         for micro_batch in sent.batch.micro_batches:
-            for tensor in () if micro_batch is None else micro_batch.tensors():
+            for tensor in tensors_in(micro_batch):
                 tensor.record_stream(stream)
         return sent.batch
 

@@ -98,7 +98,7 @@ def cut_of(tokenizer: str) -> Cut | None:
             rf"(?<={before})(?=[{signs}])" if signs else "",
             rf"(?<={_LETTER})(?= {_LETTER})" if spaces else "",
         ]
-        return Cut(_either(places))
+        return Cut(re.compile("|".join(filter(None, places))))
     has_prefix = _is_sentencepiece(normalizer, splitter)
     if not (has_prefix or _is_without_prefix(normalizer, splitter)) or not _falls_back_to_bytes(model):
         return None
@@ -111,11 +111,7 @@ def cut_of(tokenizer: str) -> Cut | None:
     spaces = spaces and not (has_prefix and any(re.fullmatch(_LETTER, first) for first in firsts))
     space = rf"(?<={_LETTER}) (?={_LETTER})" if has_prefix else rf"(?<={_LETTER})(?= {_LETTER})"
     places = [rf"(?<={_LETTER})(?=[{ends}])" if ends else "", space if spaces else ""]
-    return Cut(_either(places), ends if has_prefix else None) if any(places) else None
-
-
-def _either(places: list[str]) -> re.Pattern[str]:
-    return re.compile("|".join(place for place in places if place))
+    return Cut(re.compile("|".join(filter(None, places))), ends if has_prefix else None) if any(places) else None
 
 
 def _character_class(marks: set[str], selects: Callable[[str], bool]) -> str:

@@ -138,8 +138,6 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[object, UniqueKeys]]
             block = file.read(max(_BLOCK_CHARACTERS, len(text) - at))  # doubles the text: all of it is scanned again
             text, at, ended = text[at:] + decode(block, final=not block), 0, not block
             check_json_depth(f"[{text}" if number else text)  # after the first read, `text` lacks the opening bracket
-        except UnicodeDecodeError:
-            raise
         except ValueError as error:  # such as an integer of thousands of digits
             raise DataError(f"not a JSON array of records ({error})", path) from error
         else:

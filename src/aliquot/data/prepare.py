@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
@@ -271,7 +272,7 @@ class _Builder:
             progress(done_bytes, source.total_bytes)
 
         def write(directory: Path) -> None:
-            with EncoderPool(spec, section.num_proc) as encoders:
+            with closing(EncoderPool(spec, section.num_proc)) as encoders:
                 writer = tokenize(source.documents(), cut, self._dtype, directory, encoders, report_written)
             if writer.useful == 0:
                 raise DataError(why_unusable(writer.documents, writer.left_out, writer.firsts), source.label)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.section import texts_in
 from aliquot.core.decode import load_yaml, read_json_object
 from aliquot.core.errors import ConfigError, DataError
 from aliquot.core.small_files import hub_advice, limit_hub_time, read_small_file
@@ -210,19 +211,10 @@ def _saved_tables(directory: Path) -> list[str]:
         described.append(DatasetCard.load(card, ignore_metadata_errors=True).data.to_dict().get("configs"))
     if (settings := directory / REPOYAML_FILENAME).is_file():
         described.append(load_yaml(read_small_file(settings).decode())[0])
-    for name in _texts(described):
+    for name in texts_in(described):
         if name.startswith(("/", "~")) or "://" in name or ".." in Path(name).parts:
             raise DataError(f"{name} is named in it, but lies outside: put a copy into this directory", directory)
     return files
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value of YAML or JSON."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)
-    elif isinstance(value, str):
-        yield value
 
 
 @dataclass(frozen=True)

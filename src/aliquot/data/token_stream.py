@@ -147,7 +147,7 @@ class SegmentMaker:
         """Stop making segments."""
         self._is_stopped = True
         self._thread.shutdown(cancel_futures=True)
-        self.encoders.__exit__()
+        self.encoders.close()
 
 
 @dataclass

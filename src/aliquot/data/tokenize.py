@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def tokenize(
 
 
 class EncoderPool:
-    """Encodes chunks in worker processes, which begin with the first chunks and end with the `with` block.
+    """Encodes chunks in worker processes, which begin with the first chunks and end with `close`.
 
     If there is only one chunk, this process encodes it.
     """
@@ -71,10 +71,7 @@ class EncoderPool:
         self._workers: list[EncoderProcess] = []
         self._encoder: Encoder | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for worker in self._workers:
             worker.close()
         self._workers = []

@@ -75,10 +75,6 @@ class MicroBatch:
             mismatched=self.mismatched and self.mismatched.to(device),
         )
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield all tensors of the micro-batch, also those of its answers."""
-        return _tensors_in(self)
-
     def with_divergence(self, divergence: float) -> MicroBatch:
         """Return the micro-batch of rated answers without `mismatched`, from which `divergence` was computed."""
         answers, chosen = self.answers, self.chosen
@@ -114,9 +110,10 @@ class MicroBatch:
         return cls(zero, torch.full_like(zero, IGNORE), zero, (0, 1), calls=calls)
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in a micro-batch or in another dataclass, also in inner dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
         for attribute in vars(value).values():
-            yield from _tensors_in(attribute)
+            yield from tensors_in(attribute)
