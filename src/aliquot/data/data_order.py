@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Self
 
@@ -57,8 +58,6 @@ class Mixture:
 
     def drawn(self, count: int) -> list[int]:
         """Return how many of the first `count` sequences come from each source. `count` is at most `total`."""
-        if len(self.rates) == 1:
-            return [count]
         late = 1
         while sum(self._before(late)) < count:
             late *= 2
@@ -114,7 +113,8 @@ class Stream:
         self.packing = packing
         # The seed includes the name, because two sources of equal size would otherwise be shuffled alike.
         self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
-        self._epochs: dict[int, Epoch] = {}
+        # Two epochs, because a batch may span two epochs.
+        self._epoch = lru_cache(2)(partial(packing.epoch, self._seed))
 
     def with_source(self, source: TrainStore) -> Self:
         """Return the same sequences of `source`, which has the same tokens."""
@@ -158,14 +158,7 @@ class Stream:
     def _place(self, index: int) -> tuple[int, Epoch, int]:
         """Return (first token of a sequence's part of the store, epoch of this part, index of the sequence in it)."""
         epoch, within = divmod(index, self.packing.sequences)
-        return 0, self.epoch(epoch), within
-
-    def epoch(self, epoch: int) -> Epoch:
-        if epoch not in self._epochs:
-            # Keep the previous epoch, because a batch may span two epochs.
-            self._epochs = {number: self._epochs[number] for number in self._epochs if number == epoch - 1}
-            self._epochs[epoch] = self.packing.epoch(self._seed, epoch)
-        return self._epochs[epoch]
+        return 0, self._epoch(epoch), within
 
 
 def drawn_seed(kind: str, seed: int, place: object) -> int:

@@ -141,10 +141,6 @@ def _lines(file: BinaryIO, position: Callable[[], int], path: Path, unit: Unit) 
         number += first
         line_is_blank = (first or line_is_blank) and (not text or text.isspace())
         nul = number if nul is None and "\0" in text else nul
-        if unit == "line" and first and last and nul is None:  # the common case
-            if text and not text.isspace():
-                yield Document(text, "text", position())
-            continue
         if not (last and line_is_blank):
             waiting.append(f"\n{text}" if first and (begun or waiting) else text)
             characters += len(text)
