@@ -223,15 +223,6 @@ class BoundedFastLoader(_Bounded, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     """BoundedLoader in C, if PyYAML has C loaders, for texts of megabytes."""
 
 
-def without_nulls(value: Any) -> Any:
-    """Return `value` without the keys of nested objects that are null."""
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return value
-
-
 def load_yaml(text: str, loader_type: type[BoundedLoader] = BoundedLoader) -> tuple[Any, yaml.Node | None]:
     """Return the value of a YAML document, and its root node, which has line numbers; (None, None) for an empty text.
 
