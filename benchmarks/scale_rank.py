@@ -66,7 +66,7 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
     from aliquot.run import resolved_run, trainer
     from aliquot.run.activity import Activity, Stage
 
-    die_with_parent()
+    die_with_parent(os.getppid())
     torch.set_num_threads(1)
     peers.namespace_id = lambda kind: f"{host}:{kind}"  # type: ignore[attr-defined]
     enter = Activity.enter

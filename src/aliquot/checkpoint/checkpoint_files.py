@@ -21,7 +21,7 @@ from aliquot.optim.sizes import States, block_numel
 from aliquot.tensor_io.bytemap import Shape
 from aliquot.tensor_io.file_layout import FilesLayout, LayoutEntry
 from aliquot.tensor_io.header import TensorEntry
-from aliquot.tensor_io.parts import Kind, Part, PartSource, PartStore, SelectedParts, ViewableStore
+from aliquot.tensor_io.parts import FlatParts, Kind, Part, PartSource, PartStore, SelectedParts, ViewableStore
 from aliquot.tensor_io.transfer import Maps
 
 SCALES = ".scales"  # suffix of the name of a tensor of scales
@@ -98,45 +98,44 @@ class StoredParts:
         """Match parts and files. Raises UserError if a part of the store begins or ends inside a block of a scale."""
         self._store = store
         self._parts: list[Part] = []
-        self._codes: dict[Part, _CodedPart] = {}
-        self._scales: dict[Part, _CodedPart] = {}
+        self._formatted: dict[Part, _CodedPart | _Scales] = {}  # the parts whose format in the files is another one
         for part in store.parts():
             self._parts.append(part)
             entries = maps.get(part.kind, {})
             if (scales := entries.get(part.name + SCALES)) is not None:
-                coded = self._codes[part] = _CodedPart(store, part, _scale_block(entries[part.name], scales))
+                coded = self._formatted[part] = _CodedPart(store, part, _scale_block(entries[part.name], scales))
                 place = (coded.first, coded.first + len(coded.scales))
                 self._parts.append(Part(scales.name, scales.shape, part.kind, *place))
-                self._scales[self._parts[-1]] = coded
+                self._formatted[self._parts[-1]] = _Scales(coded.scales)
 
     def parts(self) -> Sequence[Part]:
         return self._parts
 
     def view(self, part: Part) -> Tensor | None:
-        if part in self._codes or part in self._scales or not isinstance(self._store, ViewableStore):
+        if part in self._formatted or not isinstance(self._store, ViewableStore):
             return None
         return self._store.view(part)
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
-        if part in self._codes:
-            self._codes[part].read(start, out)
-        elif part in self._scales:
-            out.copy_(self._scales[part].scales[start - part.start :][: out.numel()])
-        else:
-            self._store.read(part, start, out)
+        self._formatted.get(part, self._store).read(part, start, out)
 
     def write(self, part: Part, start: int, values: Tensor) -> None:
-        if part in self._codes:
-            self._codes[part].write(start, values)
-        elif part in self._scales:
-            self._scales[part].scales[start - part.start :][: values.numel()] = values
-        else:
-            cast(PartStore, self._store).write(part, start, values)
+        self._formatted.get(part, cast(PartStore, self._store)).write(part, start, values)
 
     def scales_and_values(self) -> tuple[PartStore, PartStore]:
         """Return two stores: one with the scales only, and one with all other parts."""
-        scales = {part.name for part in self._scales}
+        scales = {part.name for part, values in self._formatted.items() if isinstance(values, _Scales)}
         return SelectedParts(self, scales), SelectedParts(self, {part.name for part in self._parts} - scales)
+
+
+class _Scales(FlatParts):
+    """The scales of a part, which are in memory."""
+
+    def __init__(self, scales: Tensor) -> None:
+        self._scales = scales
+
+    def flat(self, part: Part) -> Tensor:
+        return self._scales
 
 
 class _CodedPart:
@@ -149,26 +148,25 @@ class _CodedPart:
                 " it divides rows"
             )
         self._store = store
-        self._part = part
         self._block_numel = block_numel
         self._squared = part.kind == "exp_avg_sq"
         self.first = part.start // block_numel
         self.scales = torch.empty(part.numel // block_numel)
         self._pending = torch.empty(0)  # codes that are encoded, but not read yet
 
-    def read(self, start: int, out: Tensor) -> None:
+    def read(self, part: Part, start: int, out: Tensor) -> None:
         while out.numel():
             if not self._pending.numel():
-                numel = min(self._part.stop - start, max(1, _CHUNK_NUMEL // self._block_numel) * self._block_numel)
+                numel = min(part.stop - start, max(1, _CHUNK_NUMEL // self._block_numel) * self._block_numel)
                 values = torch.empty(numel)
-                self._store.read(self._part, start, values)
+                self._store.read(part, start, values)
                 self._pending, scales = encode_int8(values, self._block_numel, self._squared)
                 self.scales[start // self._block_numel - self.first :][: len(scales)] = scales
             count = min(out.numel(), self._pending.numel())
             out[:count] = self._pending[:count]
             out, self._pending, start = out[count:], self._pending[count:], start + count
 
-    def write(self, start: int, codes: Tensor) -> None:
+    def write(self, part: Part, start: int, codes: Tensor) -> None:
         first, last = start // self._block_numel, -(-(start + codes.numel()) // self._block_numel)
         whole = torch.zeros((last - first) * self._block_numel)
         offset = start - first * self._block_numel
@@ -176,4 +174,4 @@ class _CodedPart:
         whole[inside] = codes
         scales = self.scales[first - self.first : last - self.first]
         values = decode_int8(whole, scales, self._block_numel, self._squared)
-        cast(PartStore, self._store).write(self._part, start, values[inside])
+        cast(PartStore, self._store).write(part, start, values[inside])

@@ -34,13 +34,12 @@ from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
-from aliquot.distributed.store_server import UNSERVED, connection_failure, open_port
+from aliquot.distributed.store_server import UNSERVED, Deadline, connection_failure, open_port
 
 _POLL_S = 0.1
 _CONNECT_S = 2.0
 _SEEN_S = 2.0  # an expired lease must also be unchanged for this long by the clock of this node, because clocks differ
 _MEET_S = 60.0  # timeout of a round's rendezvous: all its members are alive and start together
-_REPORT_INTERVAL_S = 30.0
 
 
 def start_elastic_ranks(
@@ -241,7 +240,7 @@ class _Node:
 
     def _find_leader(self) -> _Link | None:
         """Return a link to the leader, which may be this node; None if the run is finished."""
-        start = reported = time.monotonic()
+        deadline = Deadline(self._launch.join_timeout_s)
         while True:
             newest = self._claims.newest()
             if _is_finished(self._claims, self._run):
@@ -251,14 +250,12 @@ class _Node:
             if (newest is None or self._is_gone(newest)) and (link := self._lead(newest)) is not None:
                 return link
             where = f"{newest.name}, which leads round {newest.number}," if newest is not None else "a leader"
-            if time.monotonic() - start > self._launch.join_timeout_s:
+            if deadline.has_passed:
                 raise RendezvousError(
                     f"{where} was not reached within {self._launch.join_timeout_s:g} s (launch.join_timeout_s):"
                     " nodes must reach each other on all ports, by the interface in GLOO_SOCKET_IFNAME if set"
                 )
-            if time.monotonic() - reported > _REPORT_INTERVAL_S:
-                reported = time.monotonic()
-                _print([f"aliquot: {where} is not reached since {reported - start:.0f} s"])
+            deadline.report(where)
             time.sleep(_POLL_S)
 
     def _reach(self, claim: Claim) -> _Link | None:

@@ -101,9 +101,7 @@ def run_forked_rank(environ: Mapping[str, str], log_directory: Path, argv: Seque
 
     gc.freeze()  # otherwise a garbage collection would write to, and so copy, all pages shared with the server
     os.setsid()
-    die_with_parent()  # the parent of a forked rank is the server
-    if os.getppid() != fork_server.PID:  # the server died before the line above
-        os._exit(1)
+    die_with_parent(fork_server.PID)
     threading.Thread(target=_end_with_launcher, name="aliquot-launcher", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
     os.environ.update(environ)

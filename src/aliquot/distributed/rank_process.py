@@ -21,9 +21,11 @@ from aliquot.machine.allocator import allocator_environment
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. The parent must be alive at the time of the call."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent`, its parent, ends. If it has ended already, end now."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def redirect_output(directory: Path, rank: int) -> None:
@@ -51,9 +53,7 @@ def rank_environment(environ: Mapping[str, str], directory: Path) -> dict[str, s
 
 def main() -> None:
     launcher, directory, arguments = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
-    die_with_parent()
-    if os.getppid() != launcher:  # the launcher died before the line above
-        sys.exit(1)
+    die_with_parent(launcher)
     redirect_output(directory, int(os.environ["RANK"]))
     become_python(arguments, rank_environment(os.environ, directory))
 

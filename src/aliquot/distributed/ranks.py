@@ -33,6 +33,7 @@ from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.store_server import allow_open_files
 from aliquot.distributed.topology import Topology, check_locked_memory, choose_gpu
 from aliquot.machine.allocator import tune_glibc, use_expandable_segments
+from aliquot.machine.cpu import format_cpu_list
 
 # Any value that json writes and reads back unchanged.
 JSON = Any
@@ -257,7 +258,4 @@ def group_lines(ranks: Ranks, transport: str) -> list[str]:
 
 
 def _span(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_cpu_list(ranks)}"

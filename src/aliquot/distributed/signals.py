@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -77,11 +77,8 @@ def first_and_second_signal(on_first: Callable[[str], None], on_second: Callable
         elif time.monotonic() > first_at + REPEAT_S:
             on_second(name)
 
-    listener = SignalListener(handle)
-    try:
+    with closing(SignalListener(handle)):
         yield
-    finally:
-        listener.close()
 
 
 @contextmanager

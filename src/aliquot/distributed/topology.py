@@ -165,9 +165,7 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
     if setting == "cuda" and not torch.cuda.is_available():
         raise DeviceError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
-    if setting == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    return "cuda"
+    return "cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def check_locked_memory(root: Path = Path("/")) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -72,11 +73,8 @@ def prove(config: PretrainedConfig, traits: Traits, kind: type[Engine], spec: En
             on_disk=None, optimizer_states="fp32", compile="none", weight_decay=0.0, adam_beta1=_BETA,
             micro_batch_tokens=len(ids), micro_batches=-(-_ROWS // topology.world_size), hooks=PhaseHooks(),
         )  # fmt: skip
-        engine = kind.build(on_meta.model, exact, topology)
-        try:
+        with closing(kind.build(on_meta.model, exact, topology)) as engine:
             computed, parts = _run_engine(engine, topology, rows, scale, weights, traits.packs)
-        finally:
-            engine.close()
     expected_loss, computed_loss = sum(losses), sum(computed)
     wrong = []
     if not abs(computed_loss - expected_loss) <= 1e-4 * abs(expected_loss):

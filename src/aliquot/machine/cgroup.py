@@ -25,12 +25,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
         else:
             continue
         directory = top / path.lstrip("/")
-        while directory != top:
-            if directory.is_dir():
-                yield directory
-            directory = directory.parent
-        if top.is_dir():
-            yield top
+        yield from (group for group in (directory, *directory.parents) if group.is_relative_to(top) and group.is_dir())
 
 
 def read_text(file: Path) -> str | None:

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -143,10 +144,6 @@ def parse_cpu_list(text: str) -> list[int]:
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
     """Format a kernel CPU list: [0, 1, 2, 5] becomes `0-2,5`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    # Within a run of successive numbers, the difference between a number and its index is constant.
+    runs = [list(run) for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else f"{run[0][1]}" for run in runs)

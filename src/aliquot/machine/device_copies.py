@@ -41,19 +41,7 @@ def read_early(value: Tensor) -> SupportsFloat:
     `float(value)` would wait for all work that is queued at the time of the call. On CPU, the result is `value`.
     Other tensors than scalars are returned, too.
     """
-    return _OnItsWay(value) if value.is_cuda and value.ndim == 0 else value
-
-
-class _OnItsWay:
-    def __init__(self, value: Tensor) -> None:
-        self._host = torch.empty((), dtype=value.dtype, pin_memory=True)
-        self._host.copy_(value, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-
-    def __float__(self) -> float:
-        self._copied.synchronize()
-        return float(self._host)
+    return Download(value, torch.cuda.current_stream(value.device)) if value.is_cuda and value.ndim == 0 else value
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -84,6 +72,9 @@ class Download:
         else:
             self._copied.synchronize()
         return self._host
+
+    def __float__(self) -> float:
+        return float(self.wait())
 
 
 def pin(memory: Tensor) -> None:

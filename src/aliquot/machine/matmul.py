@@ -110,22 +110,17 @@ def matmul_rate(
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
-    def product(size: int) -> Callable[[int], float]:
-        left, right, out = torch.randn(3, size, size, device=device, dtype=dtype)
-
-        def seconds(count: int) -> float:
-            start = time.perf_counter()
-            for _ in range(count):
-                torch.mm(left, right, out=out)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return (time.perf_counter() - start) / count
-
-        seconds(1)  # the first product chooses a kernel and touches pages
-        return seconds
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
 
     for size in _SIZES[device]:
-        seconds = product(size)
+        left, right, out = torch.randn(3, size, size, device=device, dtype=dtype)
+        seconds(1)  # the first product chooses a kernel and touches pages
         single_s = seconds(1)
         if 8 * single_s > _SECONDS / 3:  # the next size takes eight times as long
             break

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,16 +86,14 @@ class StepClock:
         self.reduce_known = True
         self._part: str | None = None
         self._since: tuple[Any, float, float] = (None, 0.0, 0.0)  # beginning: mark, reduced, waited
-        self.annotate: Callable[[str], AbstractContextManager[object]] | None = None
-        self._range: AbstractContextManager[object] | None = None
+        self.annotate: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self._range = ExitStack()  # the annotation of the current part
 
     def enter(self, part: str) -> None:
         now = self._now()
         self._close(now)
         self._part, self._since = part, now
-        if self.annotate is not None:
-            self._range = self.annotate(part)
-            self._range.__enter__()
+        self._range.enter_context(self.annotate(part))
 
     def leave(self) -> None:
         """End the current part. The time until the next `enter` belongs to no part."""
@@ -104,9 +102,7 @@ class StepClock:
     def _close(self, now: tuple[Any, float, float]) -> None:
         if self._part is None:
             return
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+        self._range.close()
         (mark, *times), (since, *times_before) = now, self._since
         reduced, waited = (after - before for after, before in zip(times, times_before, strict=True))
         self._seconds["reduce"] += reduced
@@ -174,7 +170,7 @@ class Profile:
         if self._profiler is None:
             return
         profiler, self._profiler, self._steps = self._profiler, None, 0
-        self._clock.annotate = None
+        self._clock.annotate = nullcontext
         profiler.stop()
         operators = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_MAX_OPERATORS)
         trace, table = (self._directory / f"rank-{self._rank}{suffix}" for suffix in (".json.gz", ".txt"))

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,8 +176,7 @@ def disk_rate(directory: Path) -> float:
 
     Raises StorageError if the disk fails. Takes 0.5 s on a disk of 0.7 GB/s.
     """
-    scratch = ScratchFile(directory, _MEASURED_PIECES * _MEASURED_PIECE_BYTES)
-    try:
+    with closing(ScratchFile(directory, _MEASURED_PIECES * _MEASURED_PIECE_BYTES)) as scratch:
         moves = [Move(at * _MEASURED_PIECE_BYTES, _MEASURED_PIECE_BYTES, 0) for at in range(_MEASURED_PIECES)]
         for _ in range(2):  # the first round allocates blocks; reads of unwritten blocks would not touch the disk
             before, began = scratch.read_bytes + scratch.written_bytes, time.perf_counter()
@@ -184,5 +184,3 @@ def disk_rate(directory: Path) -> float:
                 piece[0] = 1
             took = time.perf_counter() - began
         return (scratch.read_bytes + scratch.written_bytes - before) / took
-    finally:
-        scratch.close()

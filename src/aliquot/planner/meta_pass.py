@@ -8,7 +8,7 @@ layer of each kind, and further passes with one more layer of a kind show what e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -175,14 +175,11 @@ def _fusing_in_layers(model: nn.Module, live: MetaTrace) -> Iterator[None]:
     def end(*_: Any) -> None:
         live.fusing = False
 
-    hooks = []
-    for layer in decoder_layers(model) if _compiles(model) else ():
-        hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
-    try:
+    with ExitStack() as hooks:
+        for layer in decoder_layers(model) if _compiles(model) else ():
+            hooks.enter_context(layer.register_forward_pre_hook(begin))
+            hooks.enter_context(layer.register_forward_hook(end))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from aliquot.nn.attention.tiled_attention import attended_alone
 from aliquot.planner.micro_batch_cost import Work, Works
@@ -164,13 +165,7 @@ class MetaTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _tensors(self, tree: Any) -> list[Tensor]:
         """Return the tensors in nested tuples, lists and dicts."""
-        if isinstance(tree, torch.Tensor):
-            return [tree] if tree.device.type == self._device else []
-        if isinstance(tree, dict):
-            tree = tree.values()
-        elif not isinstance(tree, tuple | list):
-            return []
-        return [tensor for item in tree for tensor in self._tensors(item)]
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == self._device]
 
 
 def _operation(func: Any, moved: list[Tensor]) -> str:

@@ -143,7 +143,7 @@ def offers(
     best: dict[tuple[str | None, int, str], Offer] = {}
     for ec2 in types[:types_searched]:
         progress(f"{ec2.name} with all settings")
-        for offer in search.all_offers(ec2):
+        for offer in search.offers(ec2, request.nodes, request.ranks, batches, _MICRO_BATCHES):
             key = (offer.plan.instance, offer.plan.nodes, offer.capacity)
             if key not in best or offer.goal_value(goal) < best[key].goal_value(goal):
                 best[key] = offer
@@ -219,17 +219,13 @@ class _Search:
         """
         goal = self.request.goal
         for count in sorted(self.request.nodes, reverse=goal == "time"):
-            offers = self._offers(ec2, [count], (1, 2), self.request.batches[-1:], (1,))
+            offers = self.offers(ec2, [count], (1, 2), self.request.batches[-1:], (1,))
             value = min((offer.goal_value(goal) for offer in offers), default=math.inf)
             if value < math.inf:
                 return value
         return math.inf
 
-    def all_offers(self, ec2: InstanceType) -> Iterator[Offer]:
-        request = self.request
-        return self._offers(ec2, request.nodes, request.ranks, request.batches, _MICRO_BATCHES)
-
-    def _offers(
+    def offers(
         self,
         ec2: InstanceType,
         nodes: Sequence[int],

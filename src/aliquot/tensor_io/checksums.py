@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -100,13 +100,11 @@ class BlockShares:
 
     def plus(self, other: BlockShares) -> BlockShares:
         """Return the sum with the share of other pieces of the same files."""
-        crc32, covered = self.crc32 ^ other.crc32, self.covered + other.covered
-        return BlockShares(self.file_bytes, self.block_bytes, crc32, covered)
+        return replace(self, crc32=self.crc32 ^ other.crc32, covered=self.covered + other.covered)
 
     def combine(self, ranks: RankGroup) -> BlockShares:
         """Return the sum of the shares of all ranks. Collective."""
-        crc32, covered = ranks.combine(self.crc32, "xor"), ranks.combine(self.covered, "sum")
-        return BlockShares(self.file_bytes, self.block_bytes, crc32, covered)
+        return replace(self, crc32=ranks.combine(self.crc32, "xor"), covered=ranks.combine(self.covered, "sum"))
 
     def blocks(self) -> dict[str, list[int]]:
         """Return the crc32 of every block of each file.

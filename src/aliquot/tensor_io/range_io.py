@@ -5,10 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psutil
 import torch
@@ -63,26 +61,20 @@ class SourceFile:
         self._file.close()
 
 
-class RangeReader:
+class RangeReader(ExitStack):
     """Reads ranges of tensors one after another, and converts values to any float dtype. Only one file is open."""
 
     def __init__(self, checksums: BlockChecksums | None = None) -> None:
+        super().__init__()
         self._checksums = checksums
         self._file: SourceFile | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._close()
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Read elements [start, start + out.numel()) into `out`, a flat CPU tensor of any float dtype.
 
         Raises UserError if the file cannot be read, or if its size changed after its header was read.
         """
-        offset_of(entry, start, out)
         file = self._open(entry)
         if out.dtype == entry.dtype:
             file.read(entry, start, out)
@@ -97,14 +89,9 @@ class RangeReader:
 
     def _open(self, entry: TensorEntry) -> SourceFile:
         if self._file is None or self._file.path != entry.file:
-            self._close()
-            self._file = SourceFile(entry, self._checksums)
+            self.close()
+            self._file = self.enter_context(closing(SourceFile(entry, self._checksums)))
         return self._file
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
 
 
 class TargetFile:

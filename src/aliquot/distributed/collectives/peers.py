@@ -115,15 +115,12 @@ class Peers:
     def wait(self, kind: int, count: int) -> None:
         """Wait until every peer has sent `count` tokens of `kind` since the group was created. Raises PeerLost."""
         for peer, counts in self._received.items():
-            start = None
+            if counts[kind] >= count:
+                continue
+            start = time.perf_counter()
             while counts[kind] < count:
-                if start is None:
-                    start = time.perf_counter()
-                    self._receive(peer, wait=False)
-                else:
-                    self._receive(peer, wait=time.perf_counter() > start + _SPIN_S)
-            if start is not None:
-                self.waited_s += time.perf_counter() - start
+                self._receive(peer, wait=time.perf_counter() > start + _SPIN_S)
+            self.waited_s += time.perf_counter() - start
 
     def barrier(self) -> None:
         """Wait until all members have called this. Writes before the barrier are visible to all members after it."""

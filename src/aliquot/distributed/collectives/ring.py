@@ -53,8 +53,6 @@ class Ring:
     def stage(self, size_bytes: int) -> Piece:
         """Reserve space for the next piece; read published pieces until there is enough space. Raises PeerLost."""
         size_bytes = align(size_bytes)
-        if size_bytes > self.size_bytes:
-            raise ValueError(f"a piece of {size_bytes} bytes does not fit a ring of {self.size_bytes}")
         start = self._head if self._head + size_bytes <= self.size_bytes else 0
         while self._blocks(start, size_bytes):
             self._free_oldest()

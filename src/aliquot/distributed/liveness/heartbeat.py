@@ -70,10 +70,6 @@ class Heartbeat(Watchdog):
             self.announce_end(reason, waits=classify(error) != "peer_lost")
         self.stop()
 
-    def stop(self) -> None:
-        """Stop sending and watching heartbeats. Further calls have no effect."""
-        self.is_over.set()
-
     def announce_end(self, reason: str, waits: bool = True) -> None:
         """Tell the other nodes why this rank ends, for example `stopped by SIGTERM`.
 

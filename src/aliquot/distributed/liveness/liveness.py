@@ -126,11 +126,7 @@ class StepWatchdog(Watchdog):
             left_s = max(0.1, self._last_beat + self._limit_s - time.monotonic())
             faulthandler.dump_traceback_later(left_s, file=self._stacks)  # replaces the former timer
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
-        """Stop timing. Further calls have no effect."""
         if self.is_over.is_set():
             return
         self.is_over.set()

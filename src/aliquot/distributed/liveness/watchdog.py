@@ -46,6 +46,10 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching. Further calls have no effect."""
         self.is_over.set()
 
     def repeat(self, check: Callable[[], None]) -> None:

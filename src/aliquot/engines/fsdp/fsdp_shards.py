@@ -54,7 +54,12 @@ class Division:
             )
         # The groups of init_device_mesh would have torch's default timeout instead of that of this run.
         columns = [list(ranks) for ranks in zip(*table, strict=True)]
-        groups = [_subgroup(rows, topology.device) for rows in (columns, table)]
+        world: Any = dist.group.WORLD
+        backend = world._get_backend(torch.device(topology.device))
+        groups = [
+            dist.new_subgroups_by_enumeration(rows, backend.options._timeout, backend.name())[0]  # type: ignore[no-untyped-call]
+            for rows in (columns, table)
+        ]
         mesh = DeviceMesh.from_group(groups, topology.device, mesh=table, mesh_dim_names=("replicate", "shard"))
         replica = list(nodes).index(topology.node_rank)
         return cls(mesh, len(columns), table[replica].index(topology.rank), len(table), replica)
@@ -119,13 +124,3 @@ def local_shards(model: nn.Module, division: Division, topology: Topology) -> li
             local, start = parameter.detach().view(-1)[first:stop], first
         shards.append(Shard(name, parameter, local, first, start, stop))
     return shards
-
-
-def _subgroup(enumerated_ranks: list[list[int]], device: str) -> dist.ProcessGroup:
-    """Create a process group for each list of ranks, with backend and timeout of the default group; return ours."""
-    world: Any = dist.group.WORLD
-    backend = world._get_backend(torch.device(device))
-    groups = [dist.new_group(ranks, backend.options._timeout, backend.name()) for ranks in enumerated_ranks]
-    group = next(group for ranks, group in zip(enumerated_ranks, groups, strict=True) if dist.get_rank() in ranks)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from aliquot.checkpoint.directories import directories, step_of
 from aliquot.core.decode import decode_json, load_yaml, read_json_lines
 from aliquot.core.errors import RunDirectoryError
 from aliquot.core.run_lock import LOCK
@@ -276,12 +277,10 @@ def _is_locked(lock: Path) -> bool:
 
 def _checkpoints(directory: Path) -> dict[int, int]:
     sizes = {}
-    for path in directory.glob("step-*") if directory.is_dir() else ():
-        step = path.name.removeprefix("step-")
-        if step.isdecimal() and path.is_dir():
-            with suppress(OSError):  # retention has just removed the checkpoint
-                sizes[int(step)] = sum(file.stat().st_size for file in path.iterdir())
-    return dict(sorted(sizes.items()))
+    for path in _if_readable(lambda: directories(directory), list[Path]()):
+        with suppress(OSError):  # retention has just removed the checkpoint
+            sizes[step_of(path)] = sum(file.stat().st_size for file in path.iterdir())
+    return sizes
 
 
 def _if_readable(read: Callable[[], T], default: T) -> T:
