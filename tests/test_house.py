@@ -35,7 +35,7 @@ TESTS = Path(__file__).parent
 # Of modules that no test of their package imports, because the tests start a command or look from elsewhere.
 TESTED_BY = {
     "run/test_own_loop": {
-        "losses", "nn/token_loss", "run/caller_batch", "run/prepared_run", "run/sampling", "run/training_loop",
+        "losses", "run/caller_batch", "run/prepared_run", "run/sampling", "run/training_loop",
     },
     "cli/test_chat": {"cli/generate_command"},
     "cli/test_cluster": {"cli/cluster_command"},

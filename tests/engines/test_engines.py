@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from aliquot.models import model_calls
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, attention_on
-from aliquot.nn.head_loss import token_cross_entropy
+from aliquot.nn.logits_gradient import token_cross_entropy
 from tests import plain
 from tests.engines.cases import (
     BETAS,

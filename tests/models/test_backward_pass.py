@@ -25,7 +25,7 @@ from aliquot.models.traits import redraw
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, AttentionBackend, Documents, attention_on, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.experts.expert_modules import mean_balance, take_balance
-from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.logits_gradient import IGNORE
 from tests.engines.cases import SMALL
 
 

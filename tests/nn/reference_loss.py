@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.nn.head_loss import IGNORE, Chosen, GradientRows
+from aliquot.nn.head_loss import Chosen, GradientRows
+from aliquot.nn.logits_gradient import IGNORE
 
 
 def reference_loss(

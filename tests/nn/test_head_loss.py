@@ -16,6 +16,7 @@ from aliquot.nn import head_loss as head_loss_module
 from aliquot.nn.head_loss import Chosen, FusedLoss, GradientRows, choose, head_loss_on
 from aliquot.nn.preference_loss import Answers, Objective
 from aliquot.nn.product_shapes import logits_room
+from aliquot.nn.token_loss import TokenLoss, TokenSequence
 from tests.nn.reference_loss import reference_loss
 
 TOKENS, WIDTH, VOCABULARY = 37, 16, 101
@@ -250,3 +251,26 @@ def test_preference_loss_equals_autograd(backend: str, objective: Objective, by_
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=2e-6, atol=2e-6)
     with torch.no_grad():
         torch.testing.assert_close(fused(hidden, weight, labels, 1.0, None, chosen)[0], result)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.startswith("cpu")])
+def test_loss_of_the_caller_with_entropies(backend: str) -> None:
+    """Its gradient with respect to both arguments, for tokens of two sequences."""
+    hidden, weight, labels = case()
+    ids = [3] * (TOKENS + 1)
+    places = (labels != -100).nonzero().flatten()
+    weights = {"weights": torch.arange(TOKENS + 1).tolist()}
+
+    def loss(logprobs: Tensor, sequence: TokenSequence, entropies: Tensor) -> Tensor:
+        return (logprobs.exp() * sequence["weights"] - entropies.square()).sum()
+
+    sequence = TokenSequence(ids, [False, *(labels != -100).tolist()], weights)
+    token_loss = TokenLoss([(sequence,)], loss, places)
+    _, scaled = BACKENDS[backend](hidden, weight, labels, 0.5, chosen=choose(labels, token_loss))
+    gradients = torch.autograd.grad(scaled, (hidden, weight))
+    logprobs = F.linear(hidden, weight)[places].log_softmax(1)
+    targets = logprobs.gather(1, labels[places, None])[:, 0]
+    expected = loss(targets, sequence, -(logprobs.exp() * logprobs).sum(1))
+    assert token_loss.outcome.total == pytest.approx(float(expected), rel=1e-5)
+    for gradient, plain_gradient in zip(gradients, torch.autograd.grad(expected / 2, (hidden, weight)), strict=True):
+        torch.testing.assert_close(gradient, plain_gradient, rtol=1e-4, atol=1e-4)

@@ -31,7 +31,8 @@ from aliquot.models.shaped_model import ShapedModel, shaped_model
 from aliquot.models.structure import materialise
 from aliquot.nn.attention.document_attention import Documents, Scoring, attention_on
 from aliquot.nn.attention.tiled_attention import TiledAttention
-from aliquot.nn.head_loss import IGNORE, FusedLoss, GradientRows, head_loss_on
+from aliquot.nn.head_loss import FusedLoss, GradientRows, head_loss_on
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.product_shapes import filled_row
 from aliquot.planner.meta_pass import micro_batch_costs
 from aliquot.planner.meta_trace import MetaTrace

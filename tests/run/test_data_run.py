@@ -26,7 +26,7 @@ from aliquot.data.prepare import prepare
 from aliquot.data.workload import BatchSize
 from aliquot.engines.deepspeed.deepspeed_setup import missing_tools
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.run.data_sanity import with_prefix
 from aliquot.run.resolved_run import lay_out, model_source, prepare_data

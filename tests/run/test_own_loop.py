@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import aliquot
 from aliquot.core.errors import UsageError
 from tests import plain
+from tests.multinode.namespaces import switched_hosts, why_not
 from tests.runs import curve, free_port, wait_for, write_config
 from tests.tools import warm
 from tests.tools.architectures import small_config
@@ -214,6 +216,30 @@ def test_ranks_and_engines_agree(
     for row, values in zip(result["rows"], alone[1]["rows"], strict=True):
         assert row == pytest.approx(values, rel=1e-5, abs=1e-5)
     assert result["samples"] == alone[1]["samples"] and result["error"] < 1e-5
+
+
+@pytest.mark.long
+@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+def test_two_hosts_agree(alone: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """Weights cross the network after an update, and must have arrived before those of the reference are written."""
+    config, script = settings(tmp_path), tmp_path / "loop.py"
+    script.write_text(SCRIPT)
+    with switched_hosts(2) as hosts:
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": hosts[0].address}
+        world |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        ends = ended(
+            [
+                subprocess.Popen(
+                    host.command(sys.executable, str(script), str(config), str(tmp_path / "found.json")),
+                    env={**os.environ, **world, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+                )
+                for rank, host in enumerate(hosts)
+            ]
+        )  # fmt: skip
+    assert [code for code, _ in ends] == [0, 0], ends
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    for row, values in zip(rows, alone[1]["rows"], strict=True):
+        assert row == pytest.approx(values, rel=1e-5, abs=1e-5)
 
 
 @pytest.mark.long

@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "sign-in-chunked-loss", "nn/head_loss.py",
         "the loss that is computed in chunks pushes the label's logit the wrong way",
-        "inside[:, None].float() * -scale", "inside[:, None].float() * scale",
+        "inside[:, None].float() * -weights", "inside[:, None].float() * weights",
         ("tests/nn/test_head_loss.py",),
     ),
     Fault(

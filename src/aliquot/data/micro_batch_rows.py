@@ -13,7 +13,7 @@ from aliquot.core.errors import DataError
 from aliquot.data.mismatched_answers import mismatched
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.preference_loss import Answers, Objective, RatedAnswers
 from aliquot.nn.product_shapes import filler
 

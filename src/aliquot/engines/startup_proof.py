@@ -27,7 +27,8 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import built, narrow, without_dropout
 from aliquot.models.traits import Traits, eager_copy, example, quiet
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention
-from aliquot.nn.head_loss import IGNORE, head_loss_on
+from aliquot.nn.head_loss import head_loss_on
+from aliquot.nn.logits_gradient import IGNORE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

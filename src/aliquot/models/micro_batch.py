@@ -9,7 +9,8 @@ from typing import Self, SupportsFloat
 import torch
 from torch import Tensor
 
-from aliquot.nn.head_loss import IGNORE, Chosen, choose
+from aliquot.nn.head_loss import Chosen, choose
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.preference_loss import Answers, RatedAnswers
 from aliquot.nn.token_loss import TokenLoss
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
 from aliquot.nn.experts.expert_modules import note_balance
-from aliquot.nn.head_loss import IGNORE, token_cross_entropy
+from aliquot.nn.logits_gradient import IGNORE, token_cross_entropy, token_entropies
+from aliquot.nn.token_loss import TokenLoss
 
 if TYPE_CHECKING:
     from aliquot.nn.attention.document_attention import Documents
     from aliquot.nn.head_loss import Chosen
     from aliquot.nn.preference_loss import Answers
-    from aliquot.nn.token_loss import TokenLoss
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -59,8 +59,12 @@ def whole_logits_loss(
     logprobs = answers.logprobs(losses.detach())
     if not torch.is_grad_enabled():  # mismatched answers have log-probabilities, but no loss
         return logprobs, logprobs
-    weights = answers.weights(logprobs)
-    return logprobs, (losses[: len(weights)] * weights).sum()
+    if not (isinstance(answers, TokenLoss) and answers.needs_entropies):
+        weights = answers.weights(logprobs)
+        return logprobs, (losses[: len(weights)] * weights).sum()
+    entropies = token_entropies(values[0])
+    weights = answers.weights(logprobs, entropies.detach())
+    return logprobs, (torch.stack([losses, entropies], 1)[: len(weights)] * weights).sum()
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:

@@ -12,16 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from aliquot.machine.matmul import copy_pays
-from aliquot.machine.torch_compile import compile_function
+from aliquot.nn.logits_gradient import (
+    IGNORE,
+    gradient_factors,
+    has_entropies,
+    to_gradient_,
+    to_gradient_compiled_,
+    token_cross_entropy,
+    token_entropies,
+)
 from aliquot.nn.preference_loss import Answers
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
 from aliquot.nn.token_loss import TokenLoss
@@ -29,7 +36,6 @@ from aliquot.nn.token_loss import TokenLoss
 if TYPE_CHECKING:
     Blocks = Callable[[range], Iterable[int]]
 
-IGNORE = -100  # the label of tokens that do not enter the loss
 _LOGITS_COLUMNS = 4096
 _ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
 _COLUMNS = 512  # of a product that stays in the CPU cache until it is transposed
@@ -56,54 +62,6 @@ class Chosen:
     # The answers, or the sequences of the caller, to which the tokens with a label belong, in the order of `rows`
     answers: Answers | TokenLoss | None = None
     labels: Tensor | None = None  # of `rows`, which may name a token several times; None: the labels of the tokens
-
-
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each token, fp32 [T], of logits [1, T, V] of any dtype with shifted labels int64 [T].
-
-    It is 0 for tokens without a label.
-    """
-    return F.cross_entropy(logits[0].float(), labels, ignore_index=IGNORE, reduction="none")
-
-
-def to_gradient_(logits: Tensor, labels: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy with labels int64 [N].
-
-    A scale [N, 1] applies to each row. Return the summed cross-entropy, and the log-sum-exp of each row [N], in fp32.
-    """
-    values, columns = logits.float(), labels[:, None]
-    targets, largest = values.gather(1, columns), values.amax(1, keepdim=True)
-    probabilities = torch.softmax(values, 1)
-    # The largest probability is 1 / sum of exp(logit - largest). It is never tiny, so its logarithm is precise.
-    normalizers = largest - probabilities.amax(1, keepdim=True).log()
-    summed = (normalizers - targets).sum()
-    probabilities.mul_(scale).scatter_add_(1, columns, torch.full_like(targets, -1.0) * scale)
-    logits.copy_(probabilities)
-    return summed, normalizers[:, 0]
-
-
-def _traced(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    values = logits.float()
-    normalizers = values.logsumexp(1)
-    targets = values.gather(1, labels[:, None])[:, 0]
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    values.sub_(normalizers[:, None]).exp_().sub_((columns == labels[:, None]).float()).mul_(scale)
-    logits.copy_(values)
-    return (normalizers - targets).sum(), normalizers
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    return compile_function(_traced)
-
-
-def to_gradient_compiled_(logits: Tensor, labels: Tensor, scale: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `to_gradient_` with a compiled kernel, for any number of rows.
-
-    The kernel gets the scale as a tensor, because torch.compile would turn a number into a constant.
-    """
-    scales = scale if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)
-    return cast("tuple[Tensor, Tensor]", _compiled()(logits, labels, scales))
 
 
 def head_loss_on(
@@ -159,17 +117,23 @@ class FusedLoss:
             hidden = hidden.index_select(0, chosen.rows.to(hidden.device))
             labels = labels[chosen.rows] if chosen.labels is None else chosen.labels
         if not torch.is_grad_enabled():
-            losses = self._token_losses(hidden, weight, labels, room)
+            losses, _ = self._token_losses(hidden, weight, labels, room)
             result = losses.sum() if chosen.answers is None else chosen.answers.logprobs(losses[: chosen.learned])
             return result, result
         logprobs: Tensor | None = None
         scales: float | Tensor = scale
         if chosen.answers is not None:
+            needs_entropies = isinstance(chosen.answers, TokenLoss) and chosen.answers.needs_entropies
             with torch.no_grad():
-                losses = self._token_losses(hidden[: chosen.learned], weight, labels[: chosen.learned], room)
+                losses, entropies = self._token_losses(
+                    hidden[: chosen.learned], weight, labels[: chosen.learned], room, needs_entropies
+                )
             logprobs = chosen.answers.logprobs(losses)
-            weights = chosen.answers.weights(logprobs)
-            scales = scale * F.pad(weights, (0, len(hidden) - len(weights)))[:, None]
+            weights = chosen.answers.weights(logprobs, entropies) * scale
+            if entropies is not None:
+                weights = torch.cat([weights, entropies[:, None]], 1)
+            weights = weights.view(len(weights), -1)
+            scales = F.pad(weights, (0, 0, 0, len(hidden) - len(weights)))
         summed: Tensor
         scaled: Tensor
         scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -177,13 +141,17 @@ class FusedLoss:
         )
         return summed.detach() if logprobs is None else logprobs, scaled
 
-    def _token_losses(self, hidden: Tensor, weight: Tensor, labels: Tensor, room: Tensor | None) -> Tensor:
-        """Return the cross-entropy of each token, fp32 [N]; 0 for tokens without a label."""
+    def _token_losses(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, room: Tensor | None, needs_entropies: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the cross-entropy of each token, fp32 [N], 0 without a label, and the entropies, if needed."""
         losses = torch.zeros(len(hidden), device=hidden.device)
+        entropies = torch.zeros_like(losses) if needs_entropies else None
         labels = labels.to(hidden.device)  # labels may stay on the CPU, which chooses the rows
         for a, b in self.row_chunks(hidden, weight):
-            self.losses_of_logits(self.logits(hidden[a:b], weight, room), labels[a:b], losses[a:b])
-        return losses
+            logits = self.logits(hidden[a:b], weight, room)
+            self.losses_of_logits(logits, labels[a:b], losses[a:b], None if entropies is None else entropies[a:b])
+        return losses, entropies
 
     def room(self, chosen: Chosen, labels: Tensor, weight: Tensor) -> Tensor:
         """Allocate a buffer for the logits of one chunk, before layers save activations.
@@ -224,8 +192,8 @@ class FusedLoss:
         for start in range(0, weight.shape[0], count):
             yield start, min(start + count, weight.shape[0])
 
-    def losses_of_logits(self, logits: Tensor, labels: Tensor, out: Tensor) -> None:
-        """Compute the cross-entropy of each row of logits [N, V] into `out` [N], a few rows at a time.
+    def losses_of_logits(self, logits: Tensor, labels: Tensor, out: Tensor, entropies: Tensor | None = None) -> None:
+        """Compute the cross-entropy of each row of logits [N, V] into `out` [N], and its entropy.
 
         All logits in fp32 would be the largest block of memory of a run, and a fragmented heap would have to grow.
         """
@@ -233,6 +201,8 @@ class FusedLoss:
         for start in self.blocks(range(0, len(logits), count)):
             rows = slice(start, start + count)
             out[rows] = token_cross_entropy(logits[None, rows], labels[rows])
+            if entropies is not None:
+                entropies[rows] = token_entropies(logits[rows])
 
     def to_gradient_(self, logits: Tensor, labels: Tensor, scale: float | Tensor, normalizers: Tensor) -> Tensor:
         """Replace logits [N, V] by `scale` times the gradient of their summed cross-entropy; return the sum, in fp32.
@@ -335,9 +305,11 @@ def _columns(
     hidden: Tensor, weight: Tensor, labels: Tensor, scale: float | Tensor, normalizers: Tensor, a: int, b: int
 ) -> Tensor:
     """Recompute columns [a, b) of the gradient of the logits, [T, b - a]."""
-    values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None]).exp_().mul_(scale)
+    values = F.linear(hidden, weight[a:b]).float().sub_(normalizers[:, None])
+    factors, weights = gradient_factors(values.clone() if has_entropies(scale) else values, scale)
+    values.exp_().mul_(factors)
     inside = (labels >= a) & (labels < b)
-    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], inside[:, None].float() * -scale)
+    values.scatter_add_(1, (labels - a).clamp(0, b - a - 1)[:, None], inside[:, None].float() * -weights)
     return values.to(hidden.dtype)
 
 

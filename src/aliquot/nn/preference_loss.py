@@ -133,7 +133,7 @@ class Answers:
         sums.index_add_(0, self.numbers, losses[: len(self.numbers)].double())
         return -sums.view(self.lengths.shape).float()
 
-    def weights(self, logprobs: Tensor) -> Tensor:
+    def weights(self, logprobs: Tensor, _: Tensor | None = None) -> Tensor:
         """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T]."""
         with torch.enable_grad():
             leaf = logprobs.detach().requires_grad_()

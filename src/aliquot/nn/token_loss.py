@@ -7,9 +7,9 @@ the caller's function. The function never sees logits, which stay in chunks (nn/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, Self
 
 import torch
@@ -102,27 +102,35 @@ class TokenLoss:
         """Return the log-probability of each learned token, fp32 [L], from the loss of each token."""
         return -losses[self.places]
 
-    def weights(self, logprobs: Tensor) -> Tensor:
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether the function has a parameter `entropies`."""
+        return self.function is not None and "entropies" in signature(self.function).parameters
+
+    def weights(self, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor:
         """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T].
 
-        An error of the caller's function is recorded, because all ranks must finish the micro-batch together. The
-        gradient is then 0.
+        With `entropies` of all tokens, fp32 [T], the weights are [T, 2]: also those of the entropies. An error of the
+        caller's function is recorded, because all ranks must finish the micro-batch together. The gradient is then 0.
         """
-        weights = torch.zeros(int(self.places[-1]) + 1 if len(self.places) else 0, device=logprobs.device)
+        leaves = [logprobs.detach().cpu().requires_grad_()]
+        if entropies is not None:
+            leaves.append(entropies[self.places].detach().cpu().requires_grad_())
+        weights = torch.zeros(int(self.places[-1]) + 1 if len(self.places) else 0, len(leaves), device=logprobs.device)
         assert self.function is not None
-        leaf = logprobs.detach().cpu().requires_grad_()
         try:
             with torch.enable_grad():
-                total = torch.stack([_checked(loss) for loss in self._losses(self.function, leaf)]).sum()
-                gradient = torch.autograd.grad(total, leaf)[0]
-            if not math.isfinite(total.item()) or not gradient.isfinite().all():
+                total = torch.stack([_checked(loss) for loss in self._losses(self.function, *leaves)]).sum()
+                gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+            if not all(tensor.isfinite().all() for tensor in (total, *gradients)):
                 raise ValueError("the loss or its gradient is not finite")
         except Exception as error:
             self.outcome.failure = describe_failure(self.function, f"{loss_name(self.function)} failed", error)
         else:
             self.outcome.total = total.item()
-            weights[self.places] = -gradient.to(weights)
-        return weights
+            # The cross-entropy is the negative log-probability.
+            weights[self.places] = torch.stack([-gradients[0], *gradients[1:]], 1).to(weights)
+        return weights if len(leaves) > 1 else weights[:, 0]
 
     def split(self, logprobs: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the log-probabilities [L] by group and sequence."""
@@ -134,13 +142,17 @@ class TokenLoss:
     def metrics(self, _: Tensor) -> dict[str, float]:
         return {"loss": self.outcome.total}
 
-    def _losses(self, function: LossFunction, logprobs: Tensor) -> list[Tensor]:
+    def _losses(self, function: LossFunction, *leaves: Tensor) -> list[Tensor]:
         """Return the loss of each group. The function gets tuples if a group has several sequences."""
-        pieces = self.split(logprobs)
-        return [
-            function(values[0], group[0]) if len(group) == 1 else function(values, group)
-            for group, values in zip(self.groups, pieces, strict=True)
-        ]
+        pieces = [self.split(leaf) for leaf in leaves]
+        losses = []
+        for group, *values in zip(self.groups, *pieces, strict=True):
+            named = dict(zip(("logprobs", "entropies"), values, strict=False))
+            if len(group) == 1:
+                named = {name: tensors[0] for name, tensors in named.items()}
+            logprobs = named.pop("logprobs")
+            losses.append(function(logprobs, group[0] if len(group) == 1 else group, **named))
+        return losses
 
 
 def loss_name(function: LossFunction | None) -> str:

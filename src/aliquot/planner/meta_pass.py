@@ -24,7 +24,8 @@ from aliquot.models.shaped_model import ShapedModel
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import AttentionBackend, Documents, Scoring, attention_on, causal
 from aliquot.nn.experts.expert_modules import experts_weights, pass_over, send_to, weights_of
-from aliquot.nn.head_loss import IGNORE, GradientRows, choose, head_loss_on
+from aliquot.nn.head_loss import GradientRows, choose, head_loss_on
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.product_shapes import PRODUCTS, TILE_PRODUCTS
 from aliquot.planner.meta_trace import MetaTrace, Product
 from aliquot.planner.micro_batch_cost import Costs, MicroBatchCost, Step

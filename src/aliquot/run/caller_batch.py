@@ -17,7 +17,8 @@ from aliquot.core.on_rank_0 import gather_results
 from aliquot.data.batches import StepBatch
 from aliquot.data.data_order import drawn_seed
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.nn.head_loss import IGNORE, Chosen
+from aliquot.nn.head_loss import Chosen
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.product_shapes import filler
 from aliquot.nn.token_loss import Group, LossFunction, TokenLoss, TokenSequence, loss_name
 from aliquot.run.starting_point import initial_weights

@@ -19,7 +19,7 @@ from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import has_dropout
-from aliquot.nn.head_loss import IGNORE
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
 

@@ -157,8 +157,9 @@ class Trainer(PreparedRun):
             batch: from `batches`, for the configured objective; or sequences for a loss of yours, this rank's part of
                 the global batch. A tuple of sequences has a common loss, for example a pair of answers.
             loss: called with the log-probabilities of a sequence's learned tokens (fp32 [L], on CPU) and the sequence;
-                for tuples, with tuples of both. Returns a scalar, a sum and not a mean. Autograd computes the gradient
-                through it. Default: the cross-entropy of the learned tokens.
+                for tuples, with tuples of both. A parameter `entropies` gets the entropies of the distributions from
+                which the tokens come (fp32 [L]). Returns a scalar, a sum and not a mean. Autograd computes the
+                gradient through it. Default: the cross-entropy of the learned tokens.
             divisor: of the summed loss, the same on all ranks. Default: the number of learned tokens of all ranks.
             accumulate: another call for the same optimizer step follows.
             scatter: take rank 0's sequences, and divide them among the ranks by their tokens.

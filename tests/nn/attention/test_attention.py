@@ -25,7 +25,7 @@ from aliquot.nn.attention.document_attention import (
     document_attention,
     register,
 )
-from aliquot.nn.head_loss import token_cross_entropy
+from aliquot.nn.logits_gradient import token_cross_entropy
 from tests.engines.cases import SMALL, micro_batch
 
 MODELS = [

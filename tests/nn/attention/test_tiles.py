@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from aliquot.nn.attention.document_attention import Documents, Scoring
 from aliquot.nn.attention.tiled_attention import TiledAttention
 from aliquot.nn.attention.tiles import cut
-from aliquot.nn.head_loss import IGNORE, head_loss_on
+from aliquot.nn.head_loss import head_loss_on
+from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.product_shapes import LONGEST_BINNED, NARROWEST, QUERY_BLOCK, tile_shapes
 
 TOKENS = 1024
