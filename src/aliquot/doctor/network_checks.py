@@ -40,6 +40,25 @@ def check_interface(subject: Subject) -> Verdict:
     return "ok", observed, "with several nodes the one that leads to node 0 is taken"
 
 
+@check("names", "own name")
+def check_names(subject: Subject) -> Verdict:
+    """Check the address to which the host name resolves. Other tools use it, and so does gloo without an interface."""
+    name, fix = socket.gethostname(), "an entry in /etc/hosts or DNS with the address that other nodes use"
+    try:
+        address = socket.gethostbyname(name)
+    except (OSError, UnicodeError):  # UnicodeError: more than 63 characters without a dot
+        meaning = "aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may"
+        return "warning", f"{name} does not resolve", meaning, fix
+    observed = f"{name} is {address}"
+    if address.startswith("127."):
+        meaning = "aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach it"
+        return "warning", observed, meaning, fix
+    if interface_towards(address) is None:
+        meaning = "the name leads to another machine: gloo elsewhere would not find its own address"
+        return "warning", observed, meaning, fix
+    return "ok", observed, "other programs find this machine by its name"
+
+
 @check("port", "port")
 def check_port(subject: Subject) -> Verdict:
     """Check that the rendezvous port is free on this machine."""
