@@ -221,3 +221,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "problem  peers: no-such-host.invalid does not resolve\n" in bad.stdout
     if len(os.sched_getaffinity(0)) > 1:
         assert "warning  threads: " in bad.stdout and "fix: unset OMP_NUM_THREADS" in bad.stdout
+
+
+@pytest.mark.parametrize(
+    ("resolves_to", "interface", "level"),
+    [
+        (None, None, "warning"),
+        ("127.0.1.1", "lo", "warning"),
+        ("203.0.113.9", None, "warning"),
+        ("203.0.113.9", "eth0", "ok"),
+    ],
+)
+def test_own_name(resolves_to: str | None, interface: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: str) -> str:
+        if resolves_to is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return resolves_to
+
+    monkeypatch.setattr(network_checks.socket, "gethostbyname", resolve)
+    monkeypatch.setattr(network_checks, "interface_towards", lambda address: interface)
+    finding = network_checks.check_names(HERE)
+    assert finding.level == level and socket.gethostname() in finding.found, said(finding)
