@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from aliquot.observe.step_clock import PARTS
+from aliquot.run.activity import Activity, PhaseNotice, Stage
 from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config
 from tests.tools import warm
 
@@ -225,3 +226,12 @@ def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
         line = f"{directory}/metrics.jsonl: cannot write: File too large"
         assert (process.returncode, errors.splitlines()[-1]) == (2, f"aliquot: {line} [disk]"), errors
         assert (last["event"], last["text"]) == ("failed", line)
+
+
+def test_a_stage_that_lasts_is_shown_once() -> None:
+    activity, shown = Activity(), list[str]()
+    notice = PhaseNotice(activity, shown.append)
+    for stage in (Stage.PLAN, Stage.LOAD_WEIGHTS, Stage.LOAD_WEIGHTS, Stage.LOAD_WEIGHTS, Stage.PLAN, Stage.PLAN):
+        activity.enter(stage)
+        notice.check()
+    assert shown == ["still loading weights", "still planning"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,8 @@ def command(
         from aliquot.doctor.finding import Subject, summary
 
         subject = Subject(run_directory=run_directory, peers=tuple(filter(None, peers.split(","))), port=port)
+        if sys.stderr.isatty():
+            print("aliquot: examining this machine, which takes up to a minute", file=sys.stderr, flush=True)
         findings = []
         for finding in examine(subject):
             findings.append(finding)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+
+from aliquot.distributed.liveness.watchdog import Watchdog
+
+_REST_S = 30.0
 
 
 class Stage(Enum):
@@ -39,3 +44,19 @@ class Activity:
 
     def describe(self) -> str:
         return self._words
+
+
+class PhaseNotice(Watchdog):
+    """A context manager that shows a stage that has lasted for 30 seconds, once: silence would look like a hang."""
+
+    def __init__(self, activity: Activity, show: Callable[[str], None]) -> None:
+        super().__init__(_REST_S)
+        self._activity, self._show = activity, show
+        self._before = self._shown = ""
+
+    def check(self) -> None:
+        stage = self._activity.describe()
+        if stage == self._before != self._shown:
+            self._show(f"still {stage}")
+            self._shown = stage
+        self._before = stage

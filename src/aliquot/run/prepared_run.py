@@ -29,7 +29,7 @@ from aliquot.observe.ledger import Ledger
 from aliquot.observe.metrics import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
-from aliquot.run.activity import Activity, Stage
+from aliquot.run.activity import Activity, PhaseNotice, Stage
 from aliquot.run.built_model import build_model
 from aliquot.run.callbacks import Callback, Callbacks, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, introduce, show_data
@@ -107,6 +107,8 @@ class PreparedRun:
         gpu = current_gpu(topology.device) if self._trains else None
         self.machine = self.ranks.broadcast(machine) or {}
         self.display = Display(self.requested.observe.console, enabled=topology.is_first)
+        if topology.is_first:
+            stack.enter_context(PhaseNotice(self.activity, self.display.line))
         self.ledger = Ledger(topology.rank, gpu, offloads=self.requested.shard.offload == "cpu")
         self.callbacks = Callbacks(self._user_callbacks, self.ranks)
         stack.callback(self.display.finish)
