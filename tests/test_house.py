@@ -79,7 +79,7 @@ TESTED_BY = {
     "run/test_evaluate": {"cli/evaluate_command", "config/evaluation_config", "run/benchmark_tasks"},
     "run/test_lost_directory": {"observe/recorder"},
     "run/test_preferences": {"run/reference"},
-    "run/test_stopped_late": {"distributed/signals", "run/activity"},
+    "run/test_stopped_late": {"distributed/signals"},
     "run/test_train": {
         "cli/train_command", "core/intervals", "run/built_model", "run/run_checkpoints", "run/starting_point",
     },
