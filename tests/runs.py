@@ -14,8 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+import aliquot
+from aliquot.core.errors import UserError
 from tests.tools import warm
 
 TEXT = "the a sharded rank gathers every weight and gradient of one layer then drops it again while another waits"
@@ -120,6 +123,13 @@ def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> Non
         time.sleep(0.005)
 
 
+def wait_until(reached: Callable[[], bool], limit_s: float = 150) -> None:
+    end = time.monotonic() + limit_s
+    while not reached():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
 def has_steps(directory: Path, steps: int) -> bool:
     return (directory / "metrics.jsonl").exists() and len(curve(directory)) >= steps
 
@@ -139,6 +149,14 @@ def refused(*arguments: str | Path) -> str:
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert len(lines) == 1, result.stderr
     return lines[0]
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    """The line of bad input, raised in this process because starting another takes seconds."""
+    with pytest.raises(UserError) as caught:
+        aliquot.train(aliquot.read_config(config, ["launch.ranks=1", *overrides]))
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def curve(directory: Path, key: str = "loss") -> dict[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 _SITECUSTOMIZE = """
@@ -24,11 +23,3 @@ def slow_disk(folder: Path, below: str, seconds: float, path: str = "") -> dict[
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
     slow = {"SLOW_BELOW": below, "SLOW_NOW": str(folder / "now"), "SLOW_S": str(seconds)}
     return {**os.environ, **slow, "PYTHONPATH": f"{folder}{os.pathsep}{path}"}
-
-
-def wait_for(file: Path) -> None:
-    for _ in range(1500):
-        if file.exists():
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{file} does not appear")

@@ -13,8 +13,6 @@ from typing import Any
 
 import boto3
 import pytest
-import torch
-from torch import Tensor
 
 from aliquot.checkpoint import mirror
 from aliquot.checkpoint.background_task import SaveEvents
@@ -28,27 +26,17 @@ from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.manifest import verify
-from aliquot.tensor_io.parts import KINDS, Part
 from tests.checkpoint.saving import save
 from tests.stores.s3_server import BUCKET, S3Server, is_part
-from tests.tensor_io.world import Tensors, combine_gathered
+from tests.tensor_io.world import FakeStore, MemoryStore, Tensors, combine_gathered
 
 SMALL = [("a.weight", (7, 3)), ("b.weight", (20, 22))]
 LARGE = [("a.weight", (7, 3)), ("b.weight", (2000, 2200))]  # 17.6 MB: two parts
 
 
-class Store:
-    """Parts of which every value is known."""
-
-    def __init__(self, value: float, tensors: Tensors) -> None:
-        self.value = value
-        self.tensors = tensors
-
-    def parts(self) -> list[Part]:
-        return [Part(name, shape, kind, 0, torch.Size(shape).numel()) for kind in KINDS for name, shape in self.tensors]
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        torch.arange(start, start + out.numel(), out=out).add_(self.value)
+def store_of(value: float, tensors: Tensors) -> MemoryStore:
+    """Parts of known values, to which `value` is added."""
+    return MemoryStore({part: values + value for part, values in FakeStore(tensors).values.items()})
 
 
 class Threads:
@@ -102,7 +90,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def saved(root: Path, step: int, keep: int = 2, tensors: Tensors = SMALL) -> Path:
     files = {"config.json": b"{}", "empty.txt": b""}
     return save(
-        root, step, Store(float(step), tensors), CheckpointSpec(tensors, files), {"step": step}, SingleRank(), keep
+        root, step, store_of(float(step), tensors), CheckpointSpec(tensors, files), {"step": step}, SingleRank(), keep
     )
 
 
@@ -156,7 +144,7 @@ def test_upload_skips_equal_copy_and_replaces_another(tmp_path: Path, url: str) 
     store.put("readme.txt", b"a person's own")
     copy(tmp_path / "here", url, 7)
     shutil.rmtree(local)
-    save(tmp_path / "here", 7, Store(0.5, SMALL), CheckpointSpec(SMALL), {"step": 7}, SingleRank(), 2)
+    save(tmp_path / "here", 7, store_of(0.5, SMALL), CheckpointSpec(SMALL), {"step": 7}, SingleRank(), 2)
     copy(tmp_path / "here", url, 7)
     assert in_store(url, local.name) == files_of(local)
     assert {name.partition("/")[0] for name in store.list()} == {local.name, "readme.txt"}

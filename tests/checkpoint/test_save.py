@@ -24,34 +24,29 @@ from aliquot.checkpoint.save import Saver
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.tensor_io.parts import KINDS, Part
+from aliquot.tensor_io.parts import Part
 from tests.checkpoint.saving import PROGRESS
+from tests.tensor_io.world import FakeStore, Tensors
 from tests.tools import warm
 
-TENSORS = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
+TENSORS: Tensors = [("a.weight", (7, 3)), ("b.weight", (5,)), ("c.weight", (40, 10))]
 
 
-class Store:
+class Store(FakeStore):
     """All of a small model on one rank; reading waits for `gate`, as a slow disk would make it."""
 
     def __init__(self) -> None:
-        self.values = {(kind, name): torch.rand(torch.Size(shape).numel()) for kind in KINDS for name, shape in TENSORS}
+        super().__init__(TENSORS)
         self.gate = threading.Event()
         self.gate.set()
         self.failure: Exception | None = None
-
-    def parts(self) -> list[Part]:
-        return [Part(name, shape, kind, 0, torch.Size(shape).numel()) for kind in KINDS for name, shape in TENSORS]
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
         if threading.current_thread() is not threading.main_thread():
             assert self.gate.wait(30)
         if self.failure is not None:
             raise self.failure
-        out.copy_(self.values[part.kind, part.name][start : start + out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self.values[part.kind, part.name][start : start + values.numel()] = values
+        super().read(part, start, out)
 
     def update(self) -> None:
         for values in self.values.values():
@@ -74,8 +69,8 @@ def poll(saver: Saver) -> None:
     saver.poll([saver.report()])
 
 
-def assert_saved(root: Path, step: int, expected: dict[tuple[str, str], Tensor]) -> None:
-    restored = Store()
+def assert_saved(root: Path, step: int, expected: dict[Part, Tensor]) -> None:
+    restored = FakeStore(TENSORS, zeros=True)
     state = restore(root / f"step-{step:08d}", restored, CheckpointSpec(TENSORS), SingleRank())
     assert state == PROGRESS | {"step": step}
     for key, values in expected.items():

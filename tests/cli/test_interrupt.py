@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import HEARS_CTRL_C, write_config
-from tests.slow_disk import wait_for
+from tests.runs import HEARS_CTRL_C, free_port, wait_until, write_config
 
 STOPPED = "aliquot: stopped by SIGINT\n"
 # As numpy does with its extension modules, whatever is raised in them.
@@ -52,17 +50,15 @@ platform.node = told
 
 def waiting_rank(folder: Path, *before: str) -> subprocess.Popen[str]:
     """One of two ranks, started by hand, that waits for the other: it has told its name."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     environ = {
         **os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(folder),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(folder),
     }  # fmt: skip
     now = folder / "now"
     (folder / "sitecustomize.py").write_text(TELLS.format(file=str(now)))
     command = [*HEARS_CTRL_C, *before, sys.executable, "-m", "aliquot", "train", str(write_config(folder))]
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(now)
+    wait_until(now.exists)
     time.sleep(0.5)
     return process
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aliquot.cluster.job import Job
+import yaml
+
+from aliquot.cluster.job import Job, describe
 from aliquot.cluster.pod import CONFIG_DIRECTORY
 from aliquot.cluster.render import documents
 from aliquot.cluster.trainjob import NODE
-from tests.multinode.namespaces import INTERFACE, Host
+from aliquot.config.read_config import read_config
+from aliquot.planner.plan import PhaseMemory
+from tests.cluster.cases import cluster_section, plan
+from tests.multinode.namespaces import Host
+from tests.runs import write_config
 
 PORT = 29400  # that Trainer gives
 
@@ -42,32 +45,18 @@ exec "$@"
 """
 
 
-@contextmanager
-def nodes(count: int, rate: str) -> Iterator[list[Host]]:
-    """`rate`: of each node's link, as tc writes it."""
-    mark = secrets.token_hex(3)
-    switch = f"aliquot-{mark}-switch"
-    hosts = [Host(f"aliquot-{mark}-{number}", f"10.78.0.{number + 1}") for number in range(count)]
-    try:
-        _run("ip", "netns", "add", switch)
-        inside = ["ip", "netns", "exec", switch]
-        _run(*inside, "ip", "link", "add", "bridge0", "type", "bridge")
-        _run(*inside, "ip", "link", "set", "bridge0", "up")
-        for number, host in enumerate(hosts):
-            _run("ip", "netns", "add", host.namespace)
-            _run("ip", "link", "add", INTERFACE, "netns", host.namespace, "type", "veth",
-                 "peer", "name", f"port{number}", "netns", switch)  # fmt: skip
-            _run(*inside, "ip", "link", "set", f"port{number}", "master", "bridge0", "up")
-            _run(*host.command("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE))
-            _run(*host.command("ip", "link", "set", INTERFACE, "up"))
-            _run(*host.command("ip", "link", "set", "lo", "up"))
-            _run(*host.command("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, "burst", "32kb",
-                               "latency", "100ms"))  # fmt: skip
-        yield hosts
-    finally:
-        for namespace in (switch, *(host.namespace for host in hosts)):
-            with suppress(subprocess.CalledProcessError):
-                _run("ip", "netns", "del", namespace)
+def small_job(shared: Path, name: str, nodes: int, sections: dict[str, Any], **rates: float) -> Job:
+    """A run in `shared`, which its pods mount, on nodes with a rank each. `rates`: what the plan expects of them."""
+    file = write_config(shared, name, **sections)
+    values = yaml.safe_load(file.read_text())
+    values["run"]["directory"] = f"runs/{name}"
+    values["data"]["path"] = "/mnt/fsx/text.txt"  # where the pods see it
+    values["cluster"] = cluster_section(nodes=nodes, instance_types=["r7i.large"], huggingface_secret=None)
+    values["cluster"]["storage"]["mount_path"] = "/mnt/fsx"
+    file.write_text(yaml.safe_dump(values))
+    phases = (PhaseMemory("steady peak", {"all": 1}, {}),)
+    foreseen = plan(nodes=nodes, ranks_per_node=1, threads_per_rank=1, instance="r7i.large", phases=phases, **rates)
+    return describe(read_config(file), foreseen)
 
 
 @dataclass
@@ -182,7 +171,3 @@ class Cluster:
             "POD_FILES": str(self.files),
             "SHARED": str(self.shared),
         }
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)

@@ -11,22 +11,19 @@ import pytest
 import yaml
 
 from aliquot.cluster.check import check_manifests
-from aliquot.cluster.job import Job, describe
+from aliquot.cluster.job import Job
 from aliquot.cluster.render import documents, parsed
-from aliquot.config.read_config import read_config
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.topology import Topology
 from aliquot.doctor import node_proof
 from aliquot.doctor.finding import Finding, Subject
 from aliquot.doctor.node_proof import Expected, efa_sent_bytes, judge_efa, judge_rate, read_expected
-from aliquot.planner.plan import PhaseMemory
-from tests.cluster.cases import cluster_section, cpu_job, gpu_job, plan
-from tests.cluster.nodes import Cluster, nodes
+from tests.cluster.cases import cpu_job, gpu_job
+from tests.cluster.nodes import Cluster, small_job
 from tests.cluster.test_elastic import elastic
 from tests.doctor.machines import lay_out
-from tests.multinode.namespaces import why_not
+from tests.multinode.namespaces import switched_hosts, why_not
 from tests.processes import as_ranks, run_ranks
-from tests.runs import write_config
 
 EXPECTED = Expected(nodes=4, network_bytes_per_s=1e9, storage_bytes_per_s=1e8, efa_interfaces=1)
 
@@ -101,20 +98,10 @@ def test_efa(interfaces: int, grown: int, measured: str, is_problem: bool, tmp_p
 @pytest.mark.parametrize("network_bytes_per_s", [0.5e6, 25e6])
 def test_rendered_proof_runs(network_bytes_per_s: float, tmp_path: Path) -> None:
     """Two nodes, with the doctor, over links of 20 Mbit/s: as planned, and far below the planned rate."""
-    shared = tmp_path / "shared"
-    file = write_config(shared, "two", launch={"threads_per_rank": 1})
-    values = yaml.safe_load(file.read_text())
-    values["run"]["directory"] = "runs/two"
-    values["data"]["path"] = "/mnt/fsx/text.txt"
-    values["cluster"] = cluster_section(nodes=2, instance_types=["r7i.large"], huggingface_secret=None)
-    values["cluster"]["storage"]["mount_path"] = "/mnt/fsx"
-    file.write_text(yaml.safe_dump(values))
-    foreseen = plan(
-        nodes=2, ranks_per_node=1, threads_per_rank=1, instance="r7i.large", storage_bytes_per_s=1e6,
-        phases=(PhaseMemory("steady peak", {"all": 1}, {}),), network_bytes_per_s=network_bytes_per_s,
-    )  # fmt: skip
-    job = replace(describe(read_config(file), foreseen), is_proof=True)
-    with nodes(2, rate="20mbit") as hosts:
+    shared, sections = tmp_path / "shared", {"launch": {"threads_per_rank": 1}}
+    rates = {"storage_bytes_per_s": 1e6, "network_bytes_per_s": network_bytes_per_s}
+    job = replace(small_job(shared, "two", 2, sections, **rates), is_proof=True)
+    with switched_hosts(2, rate="20mbit") as hosts:
         cluster = Cluster(job, hosts, tmp_path / "pods", shared)
         try:
             results = [pod.ended(600) for pod in cluster.start()]

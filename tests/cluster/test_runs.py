@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from aliquot.cluster.job import describe
-from aliquot.config.read_config import read_config
-from aliquot.planner.plan import PhaseMemory
-from tests.cluster.cases import cluster_section, plan
-from tests.cluster.nodes import Cluster, nodes
-from tests.multinode.namespaces import why_not
+from tests.cluster.nodes import Cluster, small_job
+from tests.multinode.namespaces import switched_hosts, why_not
 from tests.runs import curve, trained, write_config
 
 STEPS = 12
@@ -36,19 +31,9 @@ pytestmark = [
 @pytest.fixture
 def cluster(tmp_path: Path) -> Any:
     """The test's run, rendered for four nodes and about to run on them."""
-    shared = tmp_path / "shared"
-    file = write_config(shared, "four", **SECTIONS)
-    values = yaml.safe_load(file.read_text())
-    values["run"]["directory"] = "runs/four"
-    values["data"]["path"] = "/mnt/fsx/text.txt"  # where the pods see it
-    values["cluster"] = cluster_section(instance_types=["r7i.large"], huggingface_secret=None)
-    values["cluster"]["storage"]["mount_path"] = "/mnt/fsx"
-    file.write_text(yaml.safe_dump(values))
-    foreseen = plan(
-        ranks_per_node=1, threads_per_rank=1, instance="r7i.large", phases=(PhaseMemory("steady peak", {"all": 1}, {}),)
-    )
-    with nodes(4, rate="20mbit") as hosts:
-        found = Cluster(describe(read_config(file), foreseen), hosts, tmp_path / "pods", shared)
+    job = small_job(tmp_path / "shared", "four", 4, SECTIONS)
+    with switched_hosts(4, rate="20mbit") as hosts:
+        found = Cluster(job, hosts, tmp_path / "pods", tmp_path / "shared")
         try:
             yield found
         finally:

@@ -93,6 +93,7 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
         ),
         ("checkpoint.interval=5", "; write checkpoint.every"),
         ("train.seed=5", "; write run.seed"),
+        ("observe.tensorboard=false", "unknown key observe.tensorboard; write observe.report_to"),
         ("train.ranks=5", "did you mean launch.ranks?"),
         ("train.save-steps=5", "; write checkpoint.every"),
         ("train.evaluation_strategy=steps", "; write train.eval_steps"),

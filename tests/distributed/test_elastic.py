@@ -41,7 +41,7 @@ from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
 from aliquot.distributed.rank_errors import Ended, Verdict, judge
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
-from tests.runs import command, curve, refused, trained, write_config
+from tests.runs import command, curve, refused, trained, wait_until, write_config
 from tests.tools import warm
 
 CLAIM = Claim(1, "host", "127.0.0.1", 0, "word")
@@ -439,10 +439,7 @@ def start(config: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    until = time.monotonic() + 60
-    while last_step(directory / "metrics.jsonl") < step:
-        assert time.monotonic() < until, f"{directory} does not come to step {step}"
-        time.sleep(0.02)
+    wait_until(lambda: last_step(directory / "metrics.jsonl") >= step)
 
 
 def test_run_continues_without_its_leader(tmp_path: Path) -> None:
@@ -452,8 +449,7 @@ def test_run_continues_without_its_leader(tmp_path: Path) -> None:
     config = write_config(tmp_path, "left", **settings, launch=launch)
     leads, follows = start(config), None
     try:
-        while newest_round(tmp_path / "left") is None:
-            time.sleep(0.02)
+        wait_until(lambda: newest_round(tmp_path / "left") is not None)
         follows = start(config)
         wait_for_step(tmp_path / "left", 4)
         own = psutil.Process(leads.pid).children(recursive=True)  # the server, a rank of it
@@ -499,8 +495,7 @@ def test_stopped_node_leaves_without_lost_steps(tmp_path: Path) -> None:
     config = write_config(tmp_path, "run", **settings, launch=launch)
     for leader_leaves in (False, True):
         first = start(config)
-        while newest_round(tmp_path / "run") is None:
-            time.sleep(0.02)
+        wait_until(lambda: newest_round(tmp_path / "run") is not None)
         second = start(config)
         wait_for_step(tmp_path / "run", last_step(tmp_path / "run" / "metrics.jsonl") + 3)
         leaves, stays = (first, second) if leader_leaves else (second, first)

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import apply_environment, launch_mode, torchrun_advice
 from aliquot.distributed.liveness.watchdog import describe_stuck_ranks
 from tests.distributed.launcher import JOIN, environment, run, start
-from tests.runs import free_port, write_config
+from tests.runs import free_port, wait_until, write_config
 from tests.tools import warm
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -316,13 +315,6 @@ ranks.close()
 
 def running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition: object, limit_s: float = 60) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 # One node, which begins at once, and ends when it has failed twice.

@@ -18,7 +18,7 @@ from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.models.export import export
 from aliquot.models.load import load_weights
 from aliquot.tensor_io.parts import Part
-from tests.tensor_io.world import FakeStore, PipedRanks, Tensors, run_world, value_of
+from tests.tensor_io.world import FakeStore, MemoryStore, PipedRanks, Tensors, run_world, value_of
 
 MODEL: Tensors = [
     ("model.embed_tokens.weight", (9, 4)),
@@ -156,30 +156,21 @@ EXCESS_BYTES = 64 << 20
 SMALL_BYTES = 128 << 10  # headers, and what the ranks tell each other
 
 
-class Rows:
+class Rows(MemoryStore):
     """This rank's rows in memory that nothing has touched yet."""
 
     def __init__(self, ranks: PipedRanks, dtype: torch.dtype) -> None:
-        self._parts = FakeStore(BOUNDED, ranks.rank, ranks.world_size, kinds=["weight"], zeros=True).parts()
-        self._values = {part: torch.empty(part.numel, dtype=dtype) for part in self._parts}
-
-    def parts(self) -> Any:
-        return self._parts
-
-    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
-        out.copy_(self._values[part][start - part.start :][: out.numel()])
-
-    def write(self, part: Part, start: int, values: torch.Tensor) -> None:
-        self._values[part][start - part.start :][: values.numel()] = values
+        parts = FakeStore(BOUNDED, ranks.rank, ranks.world_size, kinds=["weight"], zeros=True).parts()
+        super().__init__({part: torch.empty(part.numel, dtype=dtype) for part in parts})
 
     @property
     def held_bytes(self) -> int:
-        return sum(values.numel() * values.element_size() for values in self._values.values())
+        return sum(values.numel() * values.element_size() for values in self.values.values())
 
 
 class Direct(Rows):
     def view(self, part: Part) -> torch.Tensor:
-        return self._values[part]
+        return self.values[part]
 
 
 def account(name: str) -> int:

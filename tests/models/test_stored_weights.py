@@ -22,7 +22,7 @@ from aliquot.models.load import LoadOptions, load_weights
 from aliquot.models.source import resolve
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, published_of
 from aliquot.tensor_io.parts import Part, row_ranges
-from tests.tensor_io.world import run_world
+from tests.tensor_io.world import MemoryStore, run_world
 
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 2,
@@ -41,34 +41,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Held:
+class Held(MemoryStore):
     """A rank's rows of a model's weights; `direct`: they can be seen where they lie."""
 
     def __init__(self, weights: dict[str, Tensor], rank: int, world_size: int, direct: bool = False) -> None:
-        self._values = {}
+        super().__init__({})
         for name, weight in weights.items():
             start, stop = row_ranges(tuple(weight.shape), world_size)[rank]
-            self._values[Part(name, tuple(weight.shape), "weight", start, stop)] = weight.reshape(-1)[
-                start:stop
-            ].clone()
+            part = Part(name, tuple(weight.shape), "weight", start, stop)
+            self.values[part] = weight.reshape(-1)[start:stop].clone()
         self._direct = direct
 
-    def parts(self) -> list[Part]:
-        return [part for part in self._values if part.numel]
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        out.copy_(self._values[part][start - part.start :][: out.numel()])
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._values[part][start - part.start :][: values.numel()] = values
-
     def view(self, part: Part) -> Tensor | None:
-        return self._values[part] if self._direct else None
+        return self.values[part] if self._direct else None
 
     def equals(self, weights: dict[str, Tensor]) -> bool:
         return all(
             torch.equal(values, weights[part.name].reshape(-1)[part.start : part.stop])
-            for part, values in self._values.items()
+            for part, values in self.values.items()
         )
 
 
@@ -229,12 +219,8 @@ def test_parts_end_at_published_tensor_borders() -> None:
         for half, name in enumerate(("gate", "up"))
     ]
 
-    class Some(Held):
-        def __init__(self) -> None:
-            super().__init__({}, 0, 1)
-            self._values = {Part("w", (2, 4, 3), "weight", 4, 15): weight.view(-1)[4:15]}
-
-    cut = PublishedParts(Some(), published)
+    some = MemoryStore({Part("w", (2, 4, 3), "weight", 4, 15): weight.view(-1)[4:15]})
+    cut = PublishedParts(some, published)
     assert [(part.name, part.start, part.stop) for part in cut.parts()] == [
         ("0.gate", 4, 6), ("0.up", 0, 6), ("1.gate", 0, 3),
     ]  # fmt: skip

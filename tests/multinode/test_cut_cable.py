@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.multinode.namespaces import INTERFACE, Host, environment, plug, switched_hosts, why_not
-from tests.runs import WORDS, write_config
-from tests.slow_disk import slow_disk, wait_for
+from tests.runs import WORDS, wait_until, write_config
+from tests.slow_disk import slow_disk
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -64,7 +64,7 @@ def cut_while(
 )
 def test_before_and_after_all_steps(tmp_path: Path, where: str, doing: str) -> None:
     sections = {"data": {"cache_directory": str(tmp_path / "cache")}}
-    ended = cut_while(tmp_path, where, sections, lambda: wait_for(tmp_path / "now"))
+    ended = cut_while(tmp_path, where, sections, lambda: wait_until((tmp_path / "now").exists))
     for number, (code, output) in enumerate(ended):
         assert code == 1, output
         other = 1 - number
@@ -78,7 +78,7 @@ def test_stopped_node_is_reported_during_tokenization(tmp_path: Path) -> None:
 
     sections = {"data": {"cache_directory": str(tmp_path / "cache")}, "launch": {"step_timeout_s": 60}}
     began = time.monotonic()
-    first, second = cut_while(tmp_path, "cache", sections, lambda: wait_for(tmp_path / "now"), stop)
+    first, second = cut_while(tmp_path, "cache", sections, lambda: wait_until((tmp_path / "now").exists), stop)
     assert second[0] == 143 and "stopped by SIGTERM before the first step was done: nothing is lost" in second[1]
     assert first[0] == 1 and "node 1 (" in first[1], first[1]
     assert ") was stopped by SIGTERM while reading and tokenising the data [peer-lost]" in first[1], first[1]
@@ -93,7 +93,7 @@ def test_in_an_evaluation(tmp_path: Path) -> None:
         "data": {"eval_fraction": 0, "eval_path": str(held_out)},
         "train": {"max_steps": 2, "eval_steps": 1, "logging_steps": 1},
     }
-    ended = cut_while(tmp_path, "nowhere", sections, lambda: wait_for(tmp_path / "run" / "metrics.jsonl"))
+    ended = cut_while(tmp_path, "nowhere", sections, lambda: wait_until((tmp_path / "run" / "metrics.jsonl").exists))
     for code, output in ended:
         assert code == 1, output
         assert "evaluating" in output or "[hung]" in output, output

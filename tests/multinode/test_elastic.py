@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -105,12 +106,48 @@ class Cluster:
                 return max(b - a for a, b in pairwise([*earlier, *later]))
         raise TimeoutError(f"{len(self.here())} nodes do not come together: {self.beginnings()}")
 
+    def leads(self, number: int) -> bool:
+        claim = json.loads((self.directory / ".rounds" / f"{newest_round(self.directory):08d}.json").read_text())
+        return self.hosts[number].address == str(claim["address"])
+
+    def ends(self, steps: int, limit_s: float) -> None:
+        """Give back to all hosts what was taken, and wait for the end of a run of so many steps."""
+        assert self.look() < steps, "the run was over before all had happened"
+        for host in self.hosts:
+            plug(host, True)
+            lift_limit(host)
+        self.cut.clear()
+        for number in self.here():
+            told = self.config.parent / f"node-{number}.txt"
+            assert self.nodes[number].wait(limit_s) == 0, told.read_text()[-2000:]
+
     def beginnings(self) -> list[int]:
         """How many nodes there were whenever ranks began to train."""
         events = self.directory / "events.jsonl"
         lines = events.read_text().splitlines() if events.exists() else []
         told = [json.loads(line) for line in lines if line.endswith("}")]
         return [int(event["world_size"]) for event in told if event["event"] in ("start", "resume")]
+
+
+@contextmanager
+def running(config: Path, link: str, most: int, network_files: bool = False) -> Iterator[Cluster]:
+    """A run that has begun on `most` hosts."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(switched_hosts(most, link))
+        cluster = Cluster(hosts, config, config.with_suffix(""))
+        if network_files:
+            cluster.mounted = stack.enter_context(network_file_system.served(config.parent, switch_of(hosts[0])))
+        try:
+            for number in range(most):
+                cluster.start(number)
+            while cluster.look() < 3:
+                assert cluster.here(), "no node is left"
+            yield cluster
+        finally:
+            for host in hosts:
+                kill(host)
+            for node in cluster.nodes.values():
+                node.wait(10)
 
 
 def disturbed(folder: Path, events: int, seed: int, network_files: bool = False) -> list[tuple[str, float]]:
@@ -121,55 +158,29 @@ def disturbed(folder: Path, events: int, seed: int, network_files: bool = False)
     launch = {"ranks": 1, "device": "cpu", "nodes": f"{FEWEST}:{MOST}", "join_timeout_s": 900}
     config = write_config(folder, "disturbed", **SECTIONS, launch=launch)
     draw, found = random.Random(seed), []
-    with ExitStack() as stack:
-        hosts = stack.enter_context(switched_hosts(MOST, LINK))
-        cluster = Cluster(hosts, config, folder / "disturbed")
-        if network_files:
-            cluster.mounted = stack.enter_context(network_file_system.served(folder, switch_of(hosts[0])))
-        try:
-            for number in range(MOST):
-                cluster.start(number)
-            while cluster.look() < 3:
-                assert cluster.here(), "no node is left"
-            for _ in range(events):
-                end = time.monotonic() + draw.uniform(1, 6)
-                while time.monotonic() < end:
-                    cluster.look()
-                here = cluster.here()
-                away = [number for number in range(MOST) if number not in here]
-                comes = len(here) <= FEWEST or (away and draw.random() < 0.5)
-                kind, number = ("back", draw.choice(away)) if comes else (draw.choice(KINDS), draw.choice(here))
-                before, begun = len(cluster.beginnings()), time.monotonic()
-                leads = leader(cluster.directory) == hosts[number].address
-                cluster.disturb(kind, number)
-                lost_s = cluster.lost_s(begun, before)
-                what = f"node {number}{', which led,' if leads else ''} {kind}"
-                found.append((what, lost_s))
-                print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
-            assert cluster.look() < STEPS, "the run was over before all had happened"
-            for host in hosts:
-                plug(host, True)
-                lift_limit(host)
-            cluster.cut.clear()
-            last, limit_s = {number: cluster.nodes[number] for number in cluster.here()}, 600 if network_files else 300
-            for number, node in last.items():
-                assert node.wait(limit_s) == 0, (folder / f"node-{number}.txt").read_text()[-2000:]
-        finally:
-            for host in hosts:
-                kill(host)
-            for node in cluster.nodes.values():
-                node.wait(10)
+    with running(config, LINK, MOST, network_files) as cluster:
+        for _ in range(events):
+            end = time.monotonic() + draw.uniform(1, 6)
+            while time.monotonic() < end:
+                cluster.look()
+            here = cluster.here()
+            away = [number for number in range(MOST) if number not in here]
+            comes = len(here) <= FEWEST or (away and draw.random() < 0.5)
+            kind, number = ("back", draw.choice(away)) if comes else (draw.choice(KINDS), draw.choice(here))
+            before, begun = len(cluster.beginnings()), time.monotonic()
+            leads = cluster.leads(number)
+            cluster.disturb(kind, number)
+            lost_s = cluster.lost_s(begun, before)
+            what = f"node {number}{', which led,' if leads else ''} {kind}"
+            found.append((what, lost_s))
+            print(f"{what:32} {lost_s:5.1f} s without a new step, then {len(cluster.here())} nodes", flush=True)
+        cluster.ends(STEPS, 600 if network_files else 300)
     expected, losses = curve(folder / "whole"), curve(folder / "disturbed")
     assert list(losses) == list(expected)
     differences = [abs(losses[step] / expected[step] - 1) for step in expected]
     print(f"{len(losses)} losses, at most {max(differences):.1e} off those of an undisturbed run")
     assert max(differences) < 1e-4
     return found
-
-
-def leader(directory: Path) -> str:
-    newest = newest_round(directory)
-    return str(json.loads((directory / ".rounds" / f"{newest:08d}.json").read_text())["address"])
 
 
 @pytest.mark.long

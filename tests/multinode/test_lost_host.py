@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.multinode.namespaces import kill, switched_hosts, why_not
-from tests.multinode.test_namespaces import on_both, start
-from tests.runs import curve, write_config
+from tests.multinode.test_namespaces import start, trained_on
+from tests.runs import curve, has_steps, wait_for, write_config
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -30,30 +31,20 @@ def test_a_host_killed_in_any_phase_of_a_step(tmp_path: Path) -> None:
         "launch": {"ranks": 1, "nodes": 2, "device": "cpu"},
     }
     whole = write_config(tmp_path, "whole", **sections)
-    with switched_hosts(2, LINK) as (first, second):
-        assert [code for code, _ in on_both((first, second), whole)] == [0, 0]
+    with switched_hosts(2, LINK) as hosts:
+        trained_on(hosts, whole)
         for attempt in range(3):
             name = f"cut-{attempt}"
             cut = write_config(tmp_path, name, **sections)
-            own = ["launch.master_port=29511", f"launch.master_address={first.address}"]
-            nodes = [start(host, cut, f"launch.node_rank={n}", *own) for n, host in enumerate((first, second))]
-            wait_for_step(tmp_path / name, 3)
+            nodes = start(hosts, cut)
+            wait_for(partial(has_steps, tmp_path / name, 3), nodes[0])
             time.sleep(random.Random(attempt).random())
-            kill(second)
+            kill(hosts[1])
             killed = time.monotonic()
             output = nodes[0].communicate(timeout=60)[0]
             assert time.monotonic() - killed < 20, output
             nodes[1].wait(10)
             assert nodes[0].returncode == 1, output
             assert "rank 1 has ended on another host" in output, output
-            assert [code for code, _ in on_both((first, second), cut)] == [0, 0]
+            trained_on(hosts, cut)
             assert curve(tmp_path / name) == curve(tmp_path / "whole")
-
-
-def wait_for_step(directory: Path, step: int) -> None:
-    for _ in range(600):
-        metrics = directory / "metrics.jsonl"
-        if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"{directory} does not come to step {step}")

@@ -7,41 +7,63 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
-from tests.multinode.namespaces import Host, environment, switched_hosts, why_not
+from tests.multinode.namespaces import Host, environment, kill, switched_hosts, why_not
 from tests.runs import curve, has_steps, trained, wait_for, write_config
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
-def start(host: Host, config: Path, *overrides: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    command = host.command(*before, sys.executable, "-m", "aliquot", "train", str(config), *overrides)
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+Before = Mapping[int, Sequence[str]]  # what a host starts, with its launcher as arguments
+NOTHING: Before = MappingProxyType({})
 
 
-def on_both(
-    hosts: list[Host], config: Path, *overrides: str, before: Mapping[int, Sequence[str]] = MappingProxyType({})
-) -> list[tuple[int, str]]:
-    """Exit code and output of each host's launcher. `before`: what a host starts, with its launcher as arguments."""
-    nodes = [
-        start(
-            host,
-            config,
-            f"launch.node_rank={number}",
-            f"launch.master_address={hosts[0].address}",
-            "launch.master_port=29511",
-            *overrides,
-            before=before.get(number, ()),
+def start(
+    hosts: Sequence[Host], config: Path, *overrides: str, before: Before = NOTHING
+) -> list[subprocess.Popen[str]]:
+    """A launcher on each host."""
+    program = (sys.executable, "-m", "aliquot", "train", str(config), *overrides)
+    master = (f"launch.master_address={hosts[0].address}", "launch.master_port=29511")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return [
+        subprocess.Popen(
+            host.command(*before.get(number, ()), *program, *master, f"launch.node_rank={number}"),
+            env=environment(), text=True, **streams,
         )
         for number, host in enumerate(hosts)
-    ]
+    ]  # fmt: skip
+
+
+def on_both(hosts: Sequence[Host], config: Path, *overrides: str, before: Before = NOTHING) -> list[tuple[int, str]]:
+    """Exit code and output of each host's launcher."""
+    nodes = start(hosts, config, *overrides, before=before)
     outputs = [node.communicate(timeout=200)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+def trained_on(hosts: Sequence[Host], config: Path, *overrides: str, before: Before = NOTHING) -> str:
+    """What the launchers of a run say that ends well."""
+    outcomes = on_both(hosts, config, *overrides, before=before)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    return "".join(output for _, output in outcomes)
+
+
+def killed_when(reached: Callable[[], bool], hosts: Sequence[Host], config: Path, before: Before = NOTHING) -> str:
+    """Kill both hosts of a run as soon as `reached`, and return what the first one said."""
+    nodes = start(hosts, config, before=before)
+    while not reached():
+        assert [node.poll() for node in nodes] == [None, None], [node.communicate()[0] for node in nodes]
+        time.sleep(0.05)
+    for host in hosts:
+        kill(host)
+    output, _ = (node.communicate(timeout=20)[0] for node in nodes)
+    return output
 
 
 def not_seeing(directory: Path, instead: Path | None = None) -> list[str]:
@@ -59,9 +81,7 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
     trained(one)
     two = write_config(tmp_path, "two", shard=shard, launch={"ranks": ranks, "nodes": 2, "device": "cpu"})
     with switched_hosts(2) as hosts:
-        (code, output), (other_code, other_output) = on_both(hosts, two)
-    assert (code, other_code) == (0, 0), output + other_output
-    assert "gloo between hosts" in output
+        assert "gloo between hosts" in trained_on(hosts, two)
     # Sums over hosts are made in another order than sums over ranks.
     expected, found = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert found == pytest.approx(expected, rel=1e-5)
@@ -74,9 +94,8 @@ def test_two_hosts_train_what_one_does(tmp_path: Path, ranks: int) -> None:
 def test_two_hosts_without_ipv4(tmp_path: Path, nodes: int | str) -> None:
     config = write_config(tmp_path, launch={"nodes": nodes, "device": "cpu"}, train={"max_steps": 2})
     with switched_hosts(2, network="fd77::") as hosts:
-        (code, output), (other_code, other_output) = on_both(hosts, config)
-    assert (code, other_code) == (0, 0), output + other_output
-    assert "aliquot0 fd77::1" in output + other_output and len(curve(tmp_path / "run")) == 2
+        assert "aliquot0 fd77::1" in trained_on(hosts, config)
+    assert len(curve(tmp_path / "run")) == 2
 
 
 @pytest.mark.long
@@ -86,14 +105,13 @@ def test_stop_signal_of_one_host_ends_both_within_a_step(tmp_path: Path, engine:
     trained(write_config(tmp_path, "one", **sections))
     config = write_config(tmp_path, "two", **sections, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
     with switched_hosts(2) as hosts:
-        at = f"launch.master_address={hosts[0].address}", "launch.master_port=29511"
-        nodes = [start(host, config, f"launch.node_rank={number}", *at) for number, host in enumerate(hosts)]
+        nodes = start(hosts, config)
         wait_for(lambda: has_steps(tmp_path / "two", 1), nodes[0])
         nodes[1].send_signal(signal.SIGTERM)
         outputs = [node.communicate(timeout=100)[0] for node in nodes]
         assert [node.returncode for node in nodes] == [143, 143], outputs
         assert "after step 1, which is saved" in outputs[1]
-        assert [code for code, _ in on_both(hosts, config)] == [0, 0]
+        trained_on(hosts, config)
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-5)
 
 
@@ -105,8 +123,7 @@ def test_gradients_in_bf16_of_a_tied_model(tmp_path: Path) -> None:
     shard = {"engine": "host", "reduce_dtype": "bf16"}
     two = write_config(tmp_path, model=model, shard=shard, launch={"ranks": 1, "nodes": 2, "device": "cpu"})
     with switched_hosts(2) as hosts:
-        (code, output), (other_code, other_output) = on_both(hosts, two)
-    assert (code, other_code) == (0, 0), output + other_output
+        trained_on(hosts, two)
     assert len(curve(tmp_path / "run")) == 6
 
 
@@ -118,9 +135,7 @@ def test_fsdp_reports_its_transport_between_hosts(tmp_path: Path) -> None:
         (code, output), (other_code, other_output) = on_both(hosts, config, "shard.collectives=shared_memory")
         assert (code, other_code) == (2, 2), output + other_output
         assert "shard.collectives: shared_memory is for CPU ranks of one host" in output
-        (code, output), (other_code, other_output) = on_both(hosts, config)
-    assert (code, other_code) == (0, 0), output + other_output
-    assert "weights and gradients: gloo\n" in output
+        assert "weights and gradients: gloo\n" in trained_on(hosts, config)
 
 
 @pytest.mark.long
@@ -162,12 +177,12 @@ def test_node_without_newest_checkpoint_is_named(
     every = {"every": 2, "export": False}
     config = write_config(tmp_path, shard={"engine": "host"}, launch=launch, checkpoint=every)
     with switched_hosts(2) as hosts:
-        assert [code for code, _ in on_both(hosts, config, "train.max_steps=4")] == [0, 0]
+        trained_on(hosts, config, "train.max_steps=4")
         shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "another")
         other = tmp_path / instead if instead is not None else None
         hide = not_seeing(tmp_path / "run" / "checkpoints" / hidden, other)
         seen = on_both(hosts, config, before={blind: hide})
         assert [code for code, _ in seen] == [2, 2], seen
         assert all(told.format(host=platform.node()) in output.splitlines()[-1] for _, output in seen), seen
-        assert [code for code, _ in on_both(hosts, config)] == [0, 0]
+        trained_on(hosts, config)
     assert sorted(curve(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]

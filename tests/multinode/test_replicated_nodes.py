@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aliquot.checkpoint.directories import complete_directories
-from tests.multinode.namespaces import kill, switched_hosts, why_not
-from tests.multinode.test_namespaces import on_both, start
+from tests.multinode.namespaces import switched_hosts, why_not
+from tests.multinode.test_namespaces import killed_when, trained_on
 from tests.runs import curve, trained, write_config
 
 pytestmark = [
@@ -39,23 +38,13 @@ def test_killed_run_continues_at_other_layouts(tmp_path: Path) -> None:
     config = write_config(tmp_path, "disturbed", **settings(), shard=FSDP, launch=TWO_BY_TWO)
     checkpoints = tmp_path / "disturbed/checkpoints"
     with switched_hosts(2, "10mbit") as hosts:  # slow, so that the run lasts until it is killed
-        nodes = [
-            start(host, config, f"launch.node_rank={number}", f"launch.master_address={hosts[0].address}")
-            for number, host in enumerate(hosts)
-        ]
-        while not complete_directories(checkpoints):
-            assert [node.poll() for node in nodes] == [None, None], [node.communicate()[0] for node in nodes]
-            time.sleep(0.05)
-        for host in hosts:
-            kill(host)
-        output = nodes[0].communicate(timeout=20)[0]
-        nodes[1].communicate(timeout=20)
+        output = killed_when(lambda: bool(complete_directories(checkpoints)), hosts, config)
     assert "shared memory within a node, gloo among 2 replicas" in output
     reached = len(curve(tmp_path / "disturbed"))
     assert reached < 25, "the run was over before it was killed"
     trained(config, "launch.nodes=1", "launch.ranks=3", "shard.replicate=none", "train.max_steps=30")
     with switched_hosts(2) as hosts:
-        assert [code for code, _ in on_both(hosts, config)] == [0, 0]
+        trained_on(hosts, config)
     assert curve(tmp_path / "disturbed") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
 
 
@@ -68,8 +57,7 @@ def test_cable_carries_the_planned_bytes(tmp_path: Path) -> None:
             tmp_path, f"run-{steps}", **sections, model={"config": LARGER}, shard=FSDP, launch=TWO_BY_TWO
         )
         with switched_hosts(2) as hosts:
-            outcomes = on_both(hosts, config, "checkpoint.every=0")
-            assert [code for code, _ in outcomes] == [0, 0], outcomes
+            trained_on(hosts, config, "checkpoint.every=0")
             sent.append(sum(host.sent_bytes() for host in hosts))
     directory = tmp_path / "run-12"
     plan = json.loads((directory / "ledger.json").read_text())["plan"]

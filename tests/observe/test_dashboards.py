@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from aliquot.config.read_config import dump_config, read_config
+from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
 from aliquot.observe.dashboards import check_installed
@@ -168,12 +168,6 @@ def test_missing_client_is_refused_before_start(tmp_path: Path, monkeypatch: pyt
     check_installed(["tensorboard"])
     with pytest.raises(UserError, match=r"observe.report_to: wandb is not installed: pip install 'aliquot\[wandb\]'"):
         check_installed(["tensorboard", "wandb"])
-
-
-def test_renamed_key_names_its_replacement(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"unknown key observe.tensorboard; write observe.report_to$"):
-        read_config(runs.write_config(tmp_path), ["observe.tensorboard=false"])
-    assert read_config(runs.write_config(tmp_path), ["observe.report_to=wandb"]).observe.report_to == ["wandb"]
 
 
 @pytest.mark.long

@@ -187,18 +187,18 @@ def test_the_slow_rank_is_named_when_the_window_is_full() -> None:
     assert slow.slowdowns() == {}
 
 
-def test_of_two_ranks_the_faster_is_the_measure() -> None:
-    slow = SlowRanks(window_steps=1)
-    slow.add([(1.0, 10), (1.25, 10)])
-    assert list(slow.slowdowns()) == [1]
-    slow.add([(1.0, 10), (1.15, 10)])
-    assert slow.slowdowns() == {}
-
-
-def test_a_rank_with_more_to_do_is_not_slow() -> None:
-    slow = SlowRanks(window_steps=1)
-    slow.add([(3.0, 300), (2.0, 200), (0.1, 0)])
-    assert slow.slowdowns() == {}
+@pytest.mark.parametrize(
+    ("step", "slow"),
+    [
+        ([(1.0, 10), (1.25, 10)], [1]),  # of two ranks, the faster one is the measure
+        ([(1.0, 10), (1.15, 10)], []),
+        ([(3.0, 300), (2.0, 200), (0.1, 0)], []),  # a rank with more to do is not slow
+    ],
+)
+def test_slow_ranks_of_a_single_step(step: list[tuple[float, int]], slow: list[int]) -> None:
+    ranks = SlowRanks(window_steps=1)
+    ranks.add(step)
+    assert list(ranks.slowdowns()) == slow
 
 
 @pytest.mark.parametrize("full", ["rank-0.json.gz", "rank-0.txt"])

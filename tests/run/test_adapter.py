@@ -30,7 +30,7 @@ from aliquot.models.narrow import narrow
 from aliquot.models.source import resolve
 from aliquot.run.evaluate import evaluate_model
 from tests import plain
-from tests.runs import command, curve, refused, trained, write_config
+from tests.runs import command, curve, refusal, refused, trained, write_config
 
 LORA = {"r": 3, "alpha": 12.0, "loraplus_lr_ratio": 2.0}
 
@@ -214,14 +214,6 @@ def test_frozen_weights_are_exported_as_they_were(folder: Path, base: Path) -> N
         assert torch.equal(values, after[name]) == ("embed_tokens" in name or ".mlp." in name), name
     moments = load_file(folder / "frozen" / "checkpoints" / "step-00000006" / "exp_avg.safetensors")
     assert not any("embed_tokens" in name or ".mlp." in name for name in moments)
-
-
-def refusal(config: Path, *overrides: str) -> str:
-    """Return the error of bad input, raised in this process because starting another takes seconds."""
-    with pytest.raises(UserError) as caught:
-        aliquot.train(aliquot.read_config(config, ["launch.ranks=1", *overrides]))
-    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_refusals(folder: Path, base: Path, lora: Path) -> None:

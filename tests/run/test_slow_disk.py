@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.runs import HEARS_CTRL_C, write_config
-from tests.slow_disk import slow_disk, wait_for
+from tests.runs import HEARS_CTRL_C, wait_until, write_config
+from tests.slow_disk import slow_disk
 
 pytestmark = pytest.mark.long
 
@@ -39,7 +39,7 @@ def started(folder: Path, below: str, seconds: float, **sections: dict[str, Any]
         env=slow_disk(folder, below, seconds), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     STARTED.append(process)
-    wait_for(folder / "now")
+    wait_until((folder / "now").exists)
     return process
 
 
@@ -73,7 +73,7 @@ def test_signal_in_sole_export_saves_a_checkpoint(tmp_path: Path, ranks: int) ->
 def test_signal_late_in_export_lets_export_finish(tmp_path: Path, ranks: int) -> None:
     process = started(tmp_path, "model.safetensors", 2.0, launch={"ranks": ranks}, checkpoint={"last": False})
     (tmp_path / "now").unlink()  # its header
-    wait_for(tmp_path / "now")
+    wait_until((tmp_path / "now").exists)
     errors = stopped(process)
     assert "stopped by SIGTERM after step 6, the last, which is exported" in errors
     assert (tmp_path / "run" / "export" / "model.safetensors").exists()

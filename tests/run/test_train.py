@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import aliquot
 from aliquot.config.read_config import read_config
 from aliquot.config.schema import TrainSection
-from aliquot.core.errors import StorageError, UserError
+from aliquot.core.errors import StorageError
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
@@ -39,7 +39,18 @@ from aliquot.observe.run_directory import RunDirectory
 from aliquot.run.resolved_run import choose_precision
 from aliquot.run.training_progress import LossWatch
 from tests import plain
-from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config, write_text
+from tests.runs import (
+    command,
+    curve,
+    free_port,
+    has_steps,
+    refusal,
+    refused,
+    trained,
+    wait_for,
+    write_config,
+    write_text,
+)
 from tests.tensor_io.world import run_world
 from tests.tools import warm
 
@@ -406,15 +417,6 @@ def test_resume_from_path_then_from_checkpoints_of_the_run(folder: Path, alone: 
     assert "already has the newer step-00000006" in refusal(
         folder / "alone.yaml", f"checkpoint.resume={alone}/checkpoints/step-00000003"
     )
-
-
-def refusal(config: Path, *overrides: str) -> str:
-    """Return the error of `aliquot.train`, raised in this process because starting another takes seconds."""
-    with pytest.raises(UserError) as caught:
-        aliquot.train(aliquot.read_config(config, overrides))
-    assert caught.value.exit_code == 2
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_runs_are_never_overwritten(folder: Path, alone: Path) -> None:

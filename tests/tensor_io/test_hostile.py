@@ -21,9 +21,10 @@ from aliquot.machine.memory import memory_use, peak_rss, reset_peak_rss
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.header import read_header
 from aliquot.tensor_io.manifest import MANIFEST, checksum, manifest_bytes, read_manifest, verify
+from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.transfer import Progress, drain, fill
 from tests.examples import examples
-from tests.tensor_io.world import FakeStore, layout_of, run_world
+from tests.tensor_io.world import FakeStore, MemoryStore, layout_of, run_world
 
 
 @pytest.mark.long
@@ -51,11 +52,11 @@ def test_nan_payloads_and_denormals_pass_through(tmp_path: Path) -> None:
     entries = ByteMap.from_directory(tmp_path).entries
     store = InMemoryStore([("x", (8,))], torch.bfloat16)
     fill(store, {"weight": entries})
-    assert torch.equal(store.values["x"].view(torch.uint16), bits), "not a bit changed where no dtype does"
+    assert torch.equal(store.named["x"].view(torch.uint16), bits), "not a bit changed where no dtype does"
     as_fp32 = FakeStore([("x", (8,))], kinds=["weight"], zeros=True)
     fill(as_fp32, {"weight": entries})
     (held,) = as_fp32.values.values()
-    assert torch.equal(held.isnan(), bits.view(torch.bfloat16).isnan()) and torch.equal(held[4:], store.values["x"][4:])
+    assert torch.equal(held.isnan(), bits.view(torch.bfloat16).isnan()) and torch.equal(held[4:], store.named["x"][4:])
 
     wide = torch.tensor([0x7FC00001, 0x7FFFFFFF, -1, 0x00000001], dtype=torch.int32)
     layout = layout_of([("x", (4,))], torch.float32, 1 << 30, "model")
@@ -67,20 +68,18 @@ def test_nan_payloads_and_denormals_pass_through(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes()[-16:] == wide.numpy().tobytes()
 
 
-class InMemoryStore:
+class InMemoryStore(MemoryStore):
     """Whole tensors of one dtype that are read and written where they lie."""
 
     def __init__(self, tensors: list[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
-        self._parts = FakeStore(tensors, kinds=["weight"]).parts()
-        self.values = {part.name: torch.zeros(part.numel, dtype=dtype) for part in self._parts}
+        parts = FakeStore(tensors, kinds=["weight"]).parts()
+        super().__init__({part: torch.zeros(part.numel, dtype=dtype) for part in parts})
+        self.named = {part.name: values for part, values in self.values.items()}
 
-    def parts(self) -> Any:
-        return self._parts
+    def view(self, part: Part) -> torch.Tensor:
+        return self.values[part]
 
-    def view(self, part: Any) -> torch.Tensor:
-        return self.values[part.name]
-
-    def read(self, part: Any, start: int, out: torch.Tensor) -> None:
+    def read(self, part: Part, start: int, out: torch.Tensor) -> None:
         raise AssertionError("a part that has a view is not copied")
 
     write = read
@@ -95,13 +94,13 @@ def test_views_of_any_dtype(tmp_path: Path, held: torch.dtype, stored: torch.dty
     save_file(original, tmp_path / "model.safetensors")
     store = InMemoryStore(tensors, held)
     fill(store, {"weight": ByteMap.from_directory(tmp_path).entries})
-    assert all(torch.equal(store.values[n], original[n].flatten().to(held)) for n in original if n != "c")
+    assert all(torch.equal(store.named[n], original[n].flatten().to(held)) for n in original if n != "c")
     layout = layout_of(tensors, stored, 1 << 30, "again")
     layout.create_files(tmp_path)
     drain(store, {"weight": layout.byte_map(tmp_path).entries})
     found = InMemoryStore(tensors, stored)
     fill(found, {"weight": ByteMap.from_directory(tmp_path, "again").entries})
-    assert all(torch.equal(found.values[n], store.values[n].to(stored)) for n in original if n != "c")
+    assert all(torch.equal(found.named[n], store.named[n].to(stored)) for n in original if n != "c")
 
 
 def test_progress_is_told_and_can_end_a_transfer(tmp_path: Path) -> None:

@@ -105,19 +105,14 @@ def _rank(rank: int, world_size: int, pipe: Connection, work: Callable[[PipedRan
     pipe.send(("done", result))
 
 
-class FakeStore:
-    """Parts of known values: dimension 0 in chunks of ceil(rows / world size); a scalar is rank 0's."""
+class MemoryStore:
+    """Parts in memory."""
 
-    def __init__(
-        self, tensors: Tensors, rank: int = 0, world_size: int = 1, kinds: Sequence[Kind] = KINDS, zeros: bool = False
-    ) -> None:
-        self._parts = [p for kind in kinds for n, s in tensors if (p := _part(n, s, kind, rank, world_size)).numel]
-        self.values = {
-            part: torch.zeros(part.numel) if zeros else value_of(part)[part.start : part.stop] for part in self._parts
-        }
+    def __init__(self, values: dict[Part, torch.Tensor]) -> None:
+        self.values = values
 
     def parts(self) -> Sequence[Part]:
-        return self._parts
+        return [part for part in self.values if part.numel]
 
     def read(self, part: Part, start: int, out: torch.Tensor) -> None:
         first = start - part.start
@@ -129,10 +124,22 @@ class FakeStore:
         assert first >= 0 and first + values.numel() <= part.numel
         self.values[part][first : first + values.numel()] = values
 
+
+class FakeStore(MemoryStore):
+    """Parts of known values: dimension 0 in chunks of ceil(rows / world size); a scalar is rank 0's."""
+
+    def __init__(
+        self, tensors: Tensors, rank: int = 0, world_size: int = 1, kinds: Sequence[Kind] = KINDS, zeros: bool = False
+    ) -> None:
+        parts = [p for kind in kinds for n, s in tensors if (p := _part(n, s, kind, rank, world_size)).numel]
+        super().__init__(
+            {part: torch.zeros(part.numel) if zeros else value_of(part)[part.start : part.stop] for part in parts}
+        )
+
     def is_original(self, dtype: torch.dtype = torch.float32) -> bool:
         """Whether all parts hold the known values, bit for bit, as rounded to `dtype`."""
-        expected = {part: value_of(part)[part.start : part.stop].to(dtype).float() for part in self._parts}
-        return all(torch.equal(self.values[part], expected[part]) for part in self._parts)
+        expected = {part: value_of(part)[part.start : part.stop].to(dtype).float() for part in self.values}
+        return all(torch.equal(values, expected[part]) for part, values in self.values.items())
 
 
 def value_of(part: Part) -> torch.Tensor:

@@ -14,13 +14,12 @@ from aliquot.checkpoint.restore import restore, restore_newest
 from aliquot.checkpoint.retention import EvaluationHistory, Retention, tidy
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError
-from aliquot.core.number_format import short_hash
+from aliquot.core.number_format import first_few, short_hash
 from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
 from aliquot.stores.store import is_url
 from aliquot.tensor_io.manifest import STATE
 from aliquot.tensor_io.parts import PartStore
 
-_MAX_SHOWN = 3
 # Of these sections, only these settings determine the tensors of a checkpoint.
 _TENSOR_KEYS = {"data": ("tokenizer", "tokenizer_vocab_size"), "train": ("freeze",)}
 _NOT_SET = object()
@@ -137,7 +136,7 @@ def check_model(state: Mapping[str, Any], model: Mapping[str, Any], directory: P
     changes = list(_differences({key: before[key] for key in common_keys}, {key: now[key] for key in common_keys}))
     if not changes:
         return None
-    message = f"the model's configuration has changed: {_first_few(changes)}"
+    message = f"the model's configuration has changed: {first_few(changes)}"
     if saved["transformers"] != model["transformers"]:
         return f"{message}; transformers was {saved['transformers']} and is {model['transformers']}"
     raise ResumeError(f"{message}. Undo the change, or start a new run under another run.name", directory)
@@ -162,7 +161,7 @@ def _changed_tensor_settings(config: Mapping[str, Any], state: Mapping[str, Any]
             chosen[section] = {key: chosen[section].get(key) for key in keys}
         return chosen
 
-    return _first_few(list(_differences(tensor_settings(state.get("config", {})), tensor_settings(config))))
+    return first_few(list(_differences(tensor_settings(state.get("config", {})), tensor_settings(config))))
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -172,11 +171,6 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str 
             yield from _differences(old, new, f"{prefix}{key}.")
         elif old != new:
             yield f"{prefix}{key} was {_short(old)} and is {_short(new)}"
-
-
-def _first_few(changes: list[str]) -> str:
-    more = f", and {len(changes) - _MAX_SHOWN} more" if len(changes) > _MAX_SHOWN else ""
-    return "; ".join(changes[:_MAX_SHOWN]) + more
 
 
 def _short(value: Any) -> str:

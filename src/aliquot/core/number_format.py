@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -54,9 +55,10 @@ def compact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 or value == int(value) else f"{value:.3g}"
 
 
-def significant(value: float) -> str:
-    """Format with three digits or thousands separators."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def first_few(words: Sequence[str], most: int = 3) -> str:
+    """Join the first of some words, and say how many there are besides."""
+    more = f", and {len(words) - most} more" if len(words) > most else ""
+    return "; ".join(words[:most]) + more
 
 
 def percent(share: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from aliquot.config.deepspeed_json import leaves
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import NodesDifferError
-from aliquot.core.number_format import short_hash
+from aliquot.core.number_format import first_few, short_hash
 from aliquot.distributed.ranks import Ranks
 
 # Keys that may differ between nodes: paths (the contents are compared), numbers of processes, console output.
@@ -27,7 +27,6 @@ _LOCAL_KEYS = (
     "shard.offload_directory",
 )  # fmt: skip
 _PACKAGES = ("aliquot", "torch", "transformers")
-_MAX_SHOWN = 3
 
 
 def check_configs(ranks: Ranks, config: RunConfig) -> None:
@@ -93,9 +92,7 @@ def check_equal_on_ranks(ranks: Ranks, describe: Callable[[], Mapping[str, Any]]
 def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Describe the first keys whose values differ; an empty string if all values are equal."""
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    words = [f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different[:_MAX_SHOWN]]
-    more = f", and {len(different) - _MAX_SHOWN} more" if len(different) > _MAX_SHOWN else ""
-    return "; ".join(words) + more
+    return first_few([f"{key} is {_shown(there, key)} there and {_shown(here, key)} here" for key in different])
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from aliquot.catalogue.instances import dollars
-from aliquot.core.number_format import gib, significant
+from aliquot.core.number_format import gib, short
 from aliquot.observe.report.charts import WIDTH, Figure, Layer, log_ticks
 from aliquot.planner.offers import Offer
 from aliquot.planner.plan import Plan
@@ -34,8 +34,8 @@ def memory_svg(plan: Plan) -> str:
     layers = [Layer(name, [size / 2**30 for size in sizes], i) for i, (name, sizes) in enumerate(columns.items())]
     where = f"{plan.nodes} x {plan.ranks_per_node} on {plan.instance or 'this kind of machine'}"
     figure = Figure(
-        "memory", f"{plan.model}, {plan.size}, engine {plan.engine}: a rank of {where}", "", "", "GiB", significant,
-        significant, bars=[phase.name for phase in plan.phases], layers=layers,
+        "memory", f"{plan.model}, {plan.size}, engine {plan.engine}: a rank of {where}", "", "", "GiB", short,
+        short, bars=[phase.name for phase in plan.phases], layers=layers,
         levels={f"limit {gib(limit)}": limit / 2**30} if limit < 3 * plan.peak_bytes_per_rank else {},
     )  # fmt: skip
     legend = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from aliquot.core.number_format import byte_size, compact, count_of, percent, rate, seconds, significant
+from aliquot.core.number_format import byte_size, compact, count_of, percent, rate, seconds, short
 from aliquot.observe.report.charts import Figure, Layer, Line, labelled_lines
 from aliquot.observe.report.read_run import Points, Run, first, last, median, number, objects
 from aliquot.observe.step_clock import PARTS
@@ -52,12 +52,12 @@ def perplexity(run: Run) -> Figure:
     if any(run.setting("data", key) for key in keys):
         why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
     step, best = min(points, key=lambda point: point[1], default=(0.0, 0.0))
-    says = f"{count_of(len(points), 'evaluation')}; the last gave {significant(last(points))},"
-    says += f" the best {significant(best)} at step {step:,.0f}."
+    says = f"{count_of(len(points), 'evaluation')}; the last gave {short(last(points))},"
+    says += f" the best {short(best)} at step {step:,.0f}."
     bits = {step: f"{value:.3f}" for step, value in run.evaluated("bits_per_byte")}
     return Figure(
         "perplexity", "Perplexity on held-out text", says, why, "perplexity per predicted token, logarithmic",
-        significant, "{:,.2f}".format, [Line("perplexity", points, 1, "dots")], marks=resumes(run), log=True,
+        short, "{:,.2f}".format, [Line("perplexity", points, 1, "dots")], marks=resumes(run), log=True,
         columns={"bits per byte": bits},
     )  # fmt: skip
 
@@ -99,12 +99,12 @@ def learning_rate(run: Run) -> Figure:
 def gradient_norm(run: Run) -> Figure:
     points = run.points("grad_norm")
     clip, high = number(run.setting("train", "max_grad_norm")), max((value for _, value in points), default=0.0)
-    says = f"The norm of all gradients was {significant(median(points))} in the middle and at most {significant(high)}."
+    says = f"The norm of all gradients was {short(median(points))} in the middle and at most {short(high)}."
     if clip:
         clipped = sum(value > clip for _, value in points)
         says += f" train.max_grad_norm clipped it at {clip:g} in {clipped:,} of {len(points):,} logged steps."
     return Figure(
-        "gradient-norm", "Gradient norm", says, without_steps(run), "norm before clipping", significant, significant,
+        "gradient-norm", "Gradient norm", says, without_steps(run), "norm before clipping", short, short,
         [Line("gradient norm", points, 5, smooth=True)], from_zero=True, marks=resumes(run),
         levels={f"clipped above {clip:g}": clip} if clip and 0 < clip <= 2.5 * high else {},
     )  # fmt: skip
@@ -189,9 +189,7 @@ def source_figures(run: Run) -> list[Figure]:
         ("set-perplexity", "Perplexity of each evaluation set", "perplexity, logarithmic", evaluated, "set"),
     ]
     return [
-        labelled_lines(
-            Figure(name, title, "", "", unit, significant, significant, log=kind == "set"), labelled, kind, smooth=True
-        )
+        labelled_lines(Figure(name, title, "", "", unit, short, short, log=kind == "set"), labelled, kind, smooth=True)
         for name, title, unit, labelled, kind in drawings
         if len(labelled) > 1 and any(points for _, points in labelled)
     ]
@@ -207,21 +205,21 @@ def expert_figures(run: Run) -> list[Figure]:
     ends = loads[-1][1]
     unused = dict(run.points("unused_experts"))
     says = (
-        f"At the end the busiest expert of a layer had {significant(last(mean))} times the mean load, averaged over"
-        f" {count_of(len(ends), 'layer')}, at worst {significant(max(ends))} times"
+        f"At the end the busiest expert of a layer had {short(last(mean))} times the mean load, averaged over"
+        f" {count_of(len(ends), 'layer')}, at worst {short(max(ends))} times"
         f" (layer {ends.index(max(ends))}); {count_of(unused.get(worst[-1][0], 0), 'expert')} got no token since the"
         " last line."
     )
     load = Figure(
-        "expert-load", "Load of the busiest expert", says, "", "times the mean load of its layer", significant,
-        significant, [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)],
+        "expert-load", "Load of the busiest expert", says, "", "times the mean load of its layer", short,
+        short, [Line("worst layer", worst, 1), Line("mean of the layers", mean, 0)],
         from_zero=True, levels={"even": 1.0}, marks=resumes(run),
         columns={"unused experts": {step: f"{count:,.0f}" for step, count in unused.items()}},
     )  # fmt: skip
     router_loss = Figure(
         "router-loss", "Router loss, which balances the experts",
-        f"Balancing the routers added {significant(last(router_losses))} to the training loss at the end.", "",
-        "nats per token", significant, "{:.5f}".format, [Line("router_aux_loss_coef x balance", router_losses, 0)],
+        f"Balancing the routers added {short(last(router_losses))} to the training loss at the end.", "",
+        "nats per token", short, "{:.5f}".format, [Line("router_aux_loss_coef x balance", router_losses, 0)],
         marks=resumes(run),
     )  # fmt: skip
     return [load, router_loss] if router_losses else [load]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from aliquot.core.number_format import gib, significant
+from aliquot.core.number_format import gib, short
 from aliquot.observe.ledger import PHASES
 from aliquot.observe.report.charts import Figure, Layer, Line, Table
 from aliquot.observe.report.figures import resumes, without_steps
@@ -16,7 +16,7 @@ _in_gib = "{:.2f} GiB".format
 _GPU_KEY = "gpu"  # key of GPU memory in a row of the ledger
 _NO_LEDGER = Figure(
     "memory-phases", "Memory over the phases", "", "there is no ledger.json: a run writes it after its first step",
-    "GiB", significant, significant,
+    "GiB", short, short,
 )  # fmt: skip
 _CATEGORIES = ("weights", "gradients", "moments", "gathered", "activations", "shared")
 
@@ -101,7 +101,7 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
     head = ("phase", *(layer.name for layer in layers), "largest rank", "smallest rank", "plan", *kind.ends)
     return Figure(
         f"memory{kind.suffix}-phases", f"{kind.title} over the phases", says, "",
-        "GiB of the largest rank, the most during each phase", significant, _in_gib,
+        "GiB of the largest rank, the most during each phase", short, _in_gib,
         [Line("plan", plan, 6, "dashed plan")], names, layers, levels=levels, x="phase", other_table=Table(head, body),
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     says += f", {more} than in the middle of the run."
     return Figure(
         f"memory{kind.suffix}-steps", f"{kind.title} while training", says, without_steps(run),
-        "GiB of a rank: private memory and its share of shared memory", significant, _in_gib,
+        "GiB of a rank: private memory and its share of shared memory", short, _in_gib,
         [
             Line("largest rank", largest, 0),
             Line("smallest rank", smallest if smallest != largest else [], 4, "dashed"),

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from aliquot.config.deepspeed_json import leaves
 from aliquot.core.errors import RunDirectoryError
-from aliquot.core.number_format import compact, gib, percent, rate, seconds, significant
+from aliquot.core.number_format import compact, gib, percent, rate, seconds, short
 from aliquot.core.small_files import open_regular, publish_text
 from aliquot.observe.report import figures, run_facts
 from aliquot.observe.report.charts import Figure, Layer, Table, labelled_lines
@@ -127,8 +127,8 @@ def _compared_figures(runs: Sequence[Run]) -> list[Figure]:
     curves = [
         (Figure("loss", "Training loss over tokens", "", "", "nats per token", "{:.3g}".format, "{:.3g}".format),
          [run.points("loss", x="tokens") for run in runs]),
-        (Figure("perplexity", "Perplexity on held-out text", "", "", "perplexity (logarithmic), by step", significant,
-                significant, log=True),
+        (Figure("perplexity", "Perplexity on held-out text", "", "", "perplexity (logarithmic), by step", short,
+                short, log=True),
          [run.evaluated("perplexity") for run in runs]),
         (Figure("speed", "Real tokens per second", "", "", "real tokens/s, by step", compact, compact, from_zero=True),
          [run.steady("tokens_per_s") for run in runs]),
@@ -161,7 +161,7 @@ def _compared_memory(runs: Sequence[Run]) -> Figure:
     rows = [[label, gib(peak), if_recorded(limits[label], gib)] for label, peak in peaks.items()]
     return Figure(
         "memory", "Peak memory of the largest rank", says,
-        "no run has a ledger.json, which is written after the first step", "GiB", significant, significant,
+        "no run has a ledger.json, which is written after the first step", "GiB", short, short,
         bars=list(peaks), layers=[Layer("peak", [peak / GIB for peak in peaks.values()], 0)], x="run",
         levels={f"limit {gib(size)}": size / GIB for size in near},
         other_table=Table(("run", "peak of the largest rank", "a rank may have"), rows),

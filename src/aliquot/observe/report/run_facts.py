@@ -8,17 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aliquot.catalogue.instances import catalogue, dollars, instances
-from aliquot.core.number_format import (
-    byte_size,
-    compact,
-    count_of,
-    duration,
-    gib,
-    percent,
-    rate,
-    seconds,
-    significant,
-)
+from aliquot.core.number_format import byte_size, compact, count_of, duration, gib, percent, rate, seconds, short
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, as_object, last, number, objects
@@ -105,7 +95,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("steps", f"{done:,.0f}", planned_steps + in_epochs),
         ("training loss", *_last(run.points("loss"), "no step was logged")),
         (f"evaluation loss{named}", *_last(losses, "nothing was evaluated")),
-        (f"perplexity{named}", significant(last(perplexities)) if perplexities else "", "on held-out text"),
+        (f"perplexity{named}", short(last(perplexities)) if perplexities else "", "on held-out text"),
         (
             f"accuracy{named}",
             percent(last(accuracies)) if accuracies else "",
