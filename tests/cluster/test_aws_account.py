@@ -206,35 +206,29 @@ PARAMETERS: dict[str, Any] = {
 
 
 class Account:
-    """Stands for the module boto3; every client answers as ANSWERS say, with `changes`. None: not authorised."""
+    """Stands for the module boto3; every client answers as ANSWERS say, with `changes`, or with the error they name."""
 
     def __init__(self, changes: dict[str, Any]) -> None:
         self.changes = changes
 
     def client(self, name: str) -> Any:
-        client = boto3.client(name, "us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
-        stubber = Stubber(client)
-        for service, operation in ANSWERS:
-            if service == name:
-                answer = copy.deepcopy(self.changes.get(operation, ANSWERS[service, operation]))  # botocore changes it
-                if isinstance(answer, str):
-                    stubber.add_client_error(operation, answer)
-                else:
-                    stubber.add_response(operation, answer, PARAMETERS.get(operation))
-        stubber.activate()
-        if name == "ec2":  # two operations, each by a client of its own
-            return _EitherOrder(self.changes)
-        return client
+        return _Client(name, self.changes)
 
 
-class _EitherOrder:
-    def __init__(self, changes: dict[str, Any]) -> None:
-        self.changes = changes
+class _Client:
+    """Each operation has a client of its own, so that operations may come in any order."""
+
+    def __init__(self, name: str, changes: dict[str, Any]) -> None:
+        self.name, self.changes = name, changes
 
     def __getattr__(self, operation: str) -> Any:
-        client = boto3.client("ec2", "us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+        client = boto3.client(self.name, "us-east-1", aws_access_key_id="x", aws_secret_access_key="x")
+        answer = copy.deepcopy(self.changes.get(operation, ANSWERS[self.name, operation]))  # botocore changes it
         stubber = Stubber(client)
-        stubber.add_response(operation, self.changes.get(operation, ANSWERS["ec2", operation]))
+        if isinstance(answer, str):
+            stubber.add_client_error(operation, answer)
+        else:
+            stubber.add_response(operation, answer, PARAMETERS.get(operation))
         stubber.activate()
         return getattr(client, operation)
 

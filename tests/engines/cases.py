@@ -99,12 +99,6 @@ class Case:
         return batch[:world_size] if self.once else batch
 
 
-ZAMBA = {
-    "model_type": "zamba", "num_hidden_layers": 4, "attention_hidden_size": 64, "attention_head_dim": 16,
-    "n_mamba_heads": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False, "num_key_value_heads": 4,
-    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "hybrid"], "tie_word_embeddings": True,
-}  # fmt: skip
-
 # Deep enough that for evaluation transformers would divide weights.
 RWKV = {"model_type": "rwkv", "num_hidden_layers": 2, "rescale_every": 1, "context_length": 64}
 
