@@ -72,7 +72,8 @@ def aliquot_steps(
 
     tune_glibc()
     built = meta.build(AutoConfig.for_model(**config), adapter=adapter)
-    spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **settings)
+    base: dict[str, Any] = {"base": "bf16" if adapter is None else adapter.base, "compressed": built.compressed}
+    spec = EngineSpec(precision, work.tokens, built.traits.plain_head, **base, **settings)
     engines: dict[str, Any] = {"host": HostEngine, "fsdp": FsdpEngine, "single_gpu": SingleGpuEngine}
     engine = engines[engine_name].build(built.model, spec, topology)
     initialize.initialize(engine, built.fills, 1)

@@ -4,8 +4,10 @@ python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--
 
 A step has about 1,024 real tokens per rank. Sequences are either full, with 512 tokens and no padding, or documents of
 65 tokens on average. aliquot packs these documents; the peer pads eight of them to the longest, as it does by default.
-Adapters have rank 16, on all linear layers. aliquot compiles the layers, as it does by default in a long run. Rounds
-alternate. Figures are medians of all steps but the first ones, and the peak PSS of a rank.
+Adapters have rank 16, on all linear layers. aliquot compiles the layers, as it does by default in a long run. One
+contestant has its base in nf4; it and the bf16 base also compute rows of 4,096 tokens. Rounds alternate. Figures are
+medians of all steps but the first ones, and the peak PSS of a rank. Other work on the machine changes tokens per CPU
+second, of the slowest rank, less than tokens/s. `--shape 8b-wide` is two layers of Llama-3-8B; `--who` selects.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
-from benchmarks.layouts import LLAMA_125M, LLAMA_500M, llama_config
+from benchmarks.layouts import LLAMA_8B, LLAMA_125M, LLAMA_500M, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, PeakPss, run_world, tell
 
 RANKS, BATCH = 2, 8
-SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "tiny": smoke.TINY}
-WORKS = {"full sequences": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65)}
-WHO = ("aliquot, LoRA", "aliquot, all weights", "peft + HF Trainer + DDP")
+TWO_LAYERS = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 8192}
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "8b-wide": TWO_LAYERS, "tiny": smoke.TINY}
+LONG = "rows of 4,096 tokens"
+WORKS = {"full sequences": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65), LONG: Work(4096, 1)}
+NF4 = "aliquot, LoRA on nf4"
+WHO = ("aliquot, LoRA", NF4, "aliquot, all weights", "peft + HF Trainer + DDP")
 R, ALPHA = 16, 32
 
 
@@ -43,6 +48,7 @@ def main() -> None:
     arguments.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--who", nargs="+", choices=WHO, default=WHO)
     given = smoke.parse(arguments, shape="tiny", precision="fp32", steps=1, rounds=1)
     from aliquot.machine.allocator import allocator_environment
     from aliquot.machine.cpu import read_cpu
@@ -54,8 +60,10 @@ def main() -> None:
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for _ in range(given.rounds):
         for work in WORKS:
-            for who in WHO:
+            for who in given.who:
                 if who == "aliquot, all weights" and work != "full sequences":
+                    continue
+                if work == LONG and who not in WHO[:2]:
                     continue
                 options = (who, work, given.shape, precision, str(given.steps))
                 found[who, work] += [max(_world(options, environ), key=lambda rank: float(rank.get("pss", 0)))]
@@ -63,17 +71,25 @@ def main() -> None:
     rows = [_row(who, work, measured) for (who, work), measured in found.items()]
     by = {(row["who"], row["work"]): row for row in rows}
     targets = []
-    for work, name in zip(WORKS, ("_full_rows", ""), strict=True):
-        own, peer = by["aliquot, LoRA", work], by["peft + HF Trainer + DDP", work]
-        known = own["tokens_per_s"] and peer["tokens_per_s"]
-        faster = own["tokens_per_s"] / peer["tokens_per_s"] if known else None
-        smaller = own["pss_gb"] / peer["pss_gb"] if known else None
-        targets += [
-            target(f"lora_speedup{name}", faster, 1.5, "higher"),
-            target(f"lora_memory{name}", smaller, 0.5, "lower"),
-        ]
+    for work, name in zip(WORKS, ("_full_rows", "", "_long_rows"), strict=True):
+        own, peer, compressed = (by.get((who, work), {}) for who in ("aliquot, LoRA", "peft + HF Trainer + DDP", NF4))
+        if peer:
+            targets += [
+                target(f"lora_speedup{name}", _ratio("tokens_per_s", own, peer), 1.5, "higher"),
+                target(f"lora_memory{name}", _ratio("pss_gb", own, peer), 0.5, "lower"),
+            ]
+        if compressed:
+            least = 0.92 if name else 0.75
+            targets += [
+                target(f"nf4_speed{name}", _ratio("tokens_per_cpu_s", compressed, own), least, "higher"),
+                target(f"nf4_memory{name}", _ratio("pss_gb", compressed, own), 0.45, "lower"),
+            ]
     title = f"LoRA, {given.shape}, {precision}, {RANKS} ranks"
     finish(title, rows, targets, given.json)
+
+
+def _ratio(key: str, row: Row, other: Row) -> float | None:
+    return row[key] / other[key] if row.get(key) and other.get(key) else None
 
 
 def _world(options: tuple[str, ...], environ: dict[str, str]) -> list[Measured]:
@@ -81,13 +97,15 @@ def _world(options: tuple[str, ...], environ: dict[str, str]) -> list[Measured]:
 
 
 def _row(who: str, work: str, measured: list[Measured]) -> Row:
-    row: Row = {"who": who, "work": work, "tokens_per_s": None, "pss_gb": None}
+    row: Row = {"who": who, "work": work, "tokens_per_s": None, "tokens_per_cpu_s": None, "pss_gb": None}
     good = [each for each in measured if "failed" not in each]
     if not good:
         return row | {"note": measured[0]["failed"]}
     seconds = statistics.median(second for each in good for second in each["seconds"])
     tokens = RANKS * good[0]["tokens"]
-    return row | {"tokens_per_s": tokens / seconds, "pss_gb": max(each["pss"] for each in good) / 1e9}
+    busy = statistics.median(second for each in good for second in each["busy"])
+    speeds = {"tokens_per_s": tokens / seconds, "tokens_per_cpu_s": tokens / RANKS / busy}
+    return row | speeds | {"pss_gb": max(each["pss"] for each in good) / 1e9}
 
 
 def rank() -> None:
@@ -104,22 +122,27 @@ def rank() -> None:
     dist.init_process_group("gloo")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})
     pss = PeakPss()
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []  # wall and CPU time
+
+    def ended() -> None:
+        ends.append((time.perf_counter(), time.process_time()))
+
     tokens = float(WORKS[work].tokens * WORKS[work].rows)
     warm = 1 if who.startswith("peft") else 3  # compilation, and changing shapes
     config, count = llama_config(SHAPES[shape]), int(steps) + warm
     if who.startswith("peft"):
-        tokens = peer(config, WORKS[work], precision, count, lambda: ends.append(time.perf_counter()))
+        tokens = peer(config, WORKS[work], precision, count, ended)
     else:
         topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
-        adapter = AdapterSection(r=R, alpha=ALPHA) if "LoRA" in who else None
+        adapter = AdapterSection(r=R, alpha=ALPHA, base="nf4" if who == NF4 else "bf16") if "LoRA" in who else None
         settings = {"compile": "layers"}
         making = aliquot_steps("host", config, WORKS[work], topology, settings, precision, adapter=adapter)  # type: ignore[arg-type]
         for _ in range(count):
             next(making)
-            ends.append(time.perf_counter())
+            ended()
     pss.stop()
-    tell({"pss": pss.bytes, "tokens": tokens, "seconds": [b - a for a, b in pairwise(ends)][warm - 1 :]})
+    seconds, busy = ([b - a for a, b in pairwise(times)][warm - 1 :] for times in zip(*ends, strict=True))
+    tell({"pss": pss.bytes, "tokens": tokens, "seconds": seconds, "busy": busy})
     os._exit(0)
 
 

@@ -23,7 +23,9 @@ from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes
 from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.weight_codes import codes_in
 
 
 class Whole:
@@ -52,7 +54,19 @@ def initial_weights(config: Any, seed: int, adapter: AdapterSection | None = Non
     own = Whole(with_adapter.saved)
     initialize.initialize(own, with_adapter.fills, seed)
     held = [name for name, _ in with_adapter.tensors if name not in own.values]
-    return {name: store.values[name.replace(".base_layer", "")] for name in held} | own.values
+    weights = {name: store.values[name.replace(".base_layer", "")] for name in held} | own.values
+    if adapter.base != "bf16":
+        weights |= {name: decoded(weights[name], adapter.base) for name in with_adapter.compressed}
+    return weights
+
+
+def decoded(values: Tensor, base: BaseFormat) -> Tensor:
+    """Return the values of a weight after compression."""
+    codes = codes_in(torch.zeros(code_bytes(base, values.shape), dtype=torch.uint8), base, values.shape)
+    codes.set_scales(codes.encode(0, values.flatten()))
+    result = torch.empty(values.numel())
+    codes.decode(0, result)
+    return result.view(values.shape)
 
 
 def save_llama(directory: Path) -> None:

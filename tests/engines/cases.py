@@ -112,6 +112,9 @@ DEEPSEEK = {
 }  # fmt: skip
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# Wide enough for blocks of 64 in most matrices; the rows of o_proj have 32 elements, which stay as they are.
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+NF4, INT8 = (AdapterSection(r=5, alpha=20, base=name) for name in ("nf4", "int8"))
 LORA = AdapterSection(r=5, alpha=20)  # no world size above 1 divides it
 
 CASES = {
@@ -228,6 +231,14 @@ CASES = {
         Case("qwen2-tied-lora", {"model_type": "qwen2", "tie_word_embeddings": True}, adapter=LORA, steps=3),
         # Its linear layers hold their weights the other way around.
         Case("gpt2-lora", {"model_type": "gpt2", **NO_DROPOUT}, adapter=LORA, steps=3),
+        Case("llama-nf4", {"model_type": "llama", **WIDE}, adapter=NF4, steps=FAR),
+        Case(
+            "llama-nf4-full", {"model_type": "llama", **WIDE}, adapter=NF4, checkpointing="full", evaluated_first=True
+        ),
+        Case("llama-int8-base", {"model_type": "llama", **WIDE}, adapter=INT8, checkpointing="selective"),
+        Case("qwen2-tied-nf4-bf16", {"model_type": "qwen2", **WIDE}, adapter=NF4, precision="bf16"),
+        Case("gpt2-nf4", {"model_type": "gpt2", **WIDE, **NO_DROPOUT}, adapter=NF4),
+        Case("moe-nf4", {"model_type": "qwen3_moe", **WIDE, **EXPERTS}, adapter=NF4, steps=FAR),
         Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA, steps=3),
     ]
 }

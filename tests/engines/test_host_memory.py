@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from aliquot.distributed.topology import RankLayout
+from aliquot.config.adapter_section import AdapterSection
+from aliquot.distributed.topology import RankLayout, Topology
+from aliquot.engines.base import EngineSpec
 from aliquot.engines.engine_plan import OnDisk
 from aliquot.engines.host.gradient_sums import GradientSums
-from aliquot.engines.host.host_memory import host_memory
+from aliquot.engines.host.host_engine import HostEngine
+from aliquot.engines.host.host_memory import RING_BYTES, host_memory
 from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.models.shaped_model import shaped_model
+from aliquot.planner.planned_machine import Machine
+from aliquot.planner.planner import plan
 from aliquot.tensor_io.parts import row_ranges
 from tests.planner.shapes import GEMMA2, LLAMA, QWEN3, planned_config
 
@@ -63,3 +69,21 @@ def test_planned_sums_for_other_hosts_equal_the_engine_s(model: dict[str, Any], 
     passing = order.complete_at_once if micro_batches == 1 else ()
     sums = GradientSums(weights, Counterparts([0, 1], 0), torch.float32, "fp32", None, transient=passing)
     assert host_memory(config, shaped.shape, layout, OnDisk()).gradients == sums.size_bytes
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+def test_planned_bytes_of_a_compressed_base_equal_the_engine_s(base: Literal["int8", "nf4"]) -> None:
+    config = planned_config({**LLAMA, "num_hidden_layers": 8})
+    config = config.model_copy(update={"adapter": AdapterSection(base=base)})
+    plain = config.model_copy(update={"adapter": AdapterSection()})
+    shaped, layout = shaped_model(config), RankLayout(1, 1, 1, "cpu")
+    spec = EngineSpec("bf16", 64, fused_loss=True, base=base, compressed=shaped.built.compressed)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = HostEngine.build(shaped.built.model, spec, Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()))
+    planned, uncompressed = (host_memory(each, shaped.shape, layout, OnDisk()) for each in (config, plain))
+    assert engine.counters().shared_bytes == pytest.approx(planned.shared_weights + RING_BYTES, rel=1e-3)
+    assert planned.shared_weights < uncompressed.shared_weights and planned.moments == uncompressed.moments
+    engine.close()
+    dist.destroy_process_group()
+    made, as_before = (plan(each, Machine.from_numbers(64, 16, 10), 1, 2) for each in (config, plain))
+    assert as_before.step_s < made.step_s < 1.3 * as_before.step_s  # the time to decode

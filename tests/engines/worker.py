@@ -81,6 +81,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         on_disk=on_disk(setup, case, built.model),
         offload_directory=folder,
         replicates=setup.replicas > 1,
+        base="bf16" if case.adapter is None else case.adapter.base,
+        compressed=built.compressed,
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
@@ -125,7 +127,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     for part in engine.parts():
         if part.name in spec.exact:
             engine.write(part, part.start, not_bf16(part.shape)[part.start : part.stop])
-    if setup.numa_nodes > 1:
+    if setup.numa_nodes > 1 and not spec.compressed:  # a compressed weight is read only after `ready`
         fill_again(engine)
     engine.ready()
     for name in spec.exact:

@@ -67,6 +67,12 @@ def plain_curve(file: Path, steps: int) -> list[float]:
     assert config.adapter is not None and config.model.path is not None
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     data = prepare(config.data, Path(config.model.path), model.config.vocab_size)
+    if (form := config.adapter.base) != "bf16":
+        names = {
+            name.replace(".base_layer", "") for name in meta.build(model.config, adapter=config.adapter).compressed
+        }
+        compressed = {name: plain.decoded(values, form) for name, values in model.state_dict().items() if name in names}
+        model.load_state_dict(compressed, strict=False)
     plain.add_lora(model, config.adapter)
     model.load_state_dict(adapter_weights(model, config.adapter, config.run.seed), strict=False)
     batches = Batches.of(data, config.data, config.run.seed, batch_size(config.train, 1), None)
@@ -99,6 +105,40 @@ def test_an_adapter_goes_on_at_any_world_size_and_engine(
     assert all(".lora_" in tensor for tensor in held) and len(held) == 28
     assert "resuming from" in trained(config)
     assert curve(folder / name) == pytest.approx(curve(lora), rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def wide(folder: Path) -> Path:
+    """A model whose rows have whole blocks of 64 elements."""
+    sizes = {"model.config.hidden_size": 64, "model.config.intermediate_size": 128}
+    changes = [f"{key}={value}" for key, value in sizes.items()]
+    trained(write_config(folder, "wide", train={"max_steps": 1}), *changes)
+    return folder / "wide" / "export"
+
+
+def test_an_adapter_on_4_bits_learns_resumes_and_is_exported(folder: Path, wide: Path) -> None:
+    config = adapter_config(wide, "nf4", adapter={**LORA, "base": "nf4"}, observe={"sample_prompt": "the"})
+    trained(config)
+    whole = curve(folder / "nf4")
+    assert list(whole.values()) == pytest.approx(plain_curve(config, 6), rel=1e-5)
+    for step in (4, 6):
+        shutil.rmtree(folder / "nf4" / "checkpoints" / f"step-{step:08d}")
+    assert "resuming from" in trained(config, "launch.ranks=1")
+    assert curve(folder / "nf4") == pytest.approx(whole, rel=1e-5)
+    done = command("export", folder / "nf4/checkpoints/step-00000006", folder / "nf4-merged", "--merge")
+    assert done.returncode == 0, done.stderr
+    before, after = (load_file(part / "model.safetensors") for part in (wide, folder / "nf4-merged"))
+    same = [name for name, values in after.items() if torch.equal(values, before[name].to(values.dtype))]
+    assert same and all("embed" in name or "norm" in name or "lm_head" in name for name in same)
+
+
+def test_what_cannot_be_compressed_is_refused(base: Path, wide: Path) -> None:
+    config = adapter_config(wide, "not-compressed", adapter={**LORA, "base": "int8"})
+    assert "adapter.base: int8 needs shard.engine: host" in refused(config, "shard.engine=fsdp")
+    assert "shard.offload: disk" in refused(config, "shard.offload=disk", "shard.engine=host")
+    assert "adapter.base: nf4" in refused(config, "adapter.load_in_4bit=true")
+    narrow_base = adapter_config(base, "not-compressed", adapter={**LORA, "base": "nf4"})
+    assert "rows of a multiple of 64 elements" in refused(narrow_base)
 
 
 def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path, lora: Path) -> None:

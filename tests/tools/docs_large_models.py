@@ -1,4 +1,4 @@
-"""The table of docs/guides/large-models.md: which model trains on how much memory, as plans say.
+"""The tables of docs/guides/large-models.md and adapters.md: what trains on how much memory, as plans say.
 
 python -m tests.tools.docs_large_models
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.read_config import validate
+from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
@@ -39,10 +41,45 @@ MODELS = {
     "Llama-3-70B": llama(80, 8192, 28672, 64),
 }
 GIB = (24, 48, 96, 192, 512)
+QWEN3_MOE = {
+    **llama(48, 2048, 6144, 32), "model_type": "qwen3_moe", "num_key_value_heads": 4, "vocab_size": 151936,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
+ADAPTED = {"Llama-3-8B": 16, "Qwen3-30B-A3B": 32, "Llama-3-70B": 64}  # GiB
 
 
 def main() -> None:
     write_table(PAGE, "docs_large_models", table())
+    write_table(PAGE.with_name("adapters.md"), "docs_large_models", adapters())
+
+
+def adapters() -> str:
+    """Plan LoRA on bases of 16, 8 and 4 bits: two ranks, four sequences of 1,024 tokens each, full recomputation."""
+    rows = ["| model | memory | bf16 | int8 | nf4 | nf4 on 16 cores | nf4 on 64 cores |", "|--" * 7 + "|"]
+    for name, gib in ADAPTED.items():
+        cells = [name, f"{gib} GiB"]
+        for base, cores in (("bf16", 16), ("int8", 16), ("nf4", 16), ("nf4", 64)):
+            train: dict[str, Any] = {"precision": "bf16", "per_device_train_batch_size": 4, "global_batch_size": 16}
+            config = planned_config((MODELS | {"Qwen3-30B-A3B": QWEN3_MOE})[name], **train)
+            config = config.model_copy(update={"adapter": AdapterSection.model_validate({"base": base})})
+            machine = Machine.from_numbers(gib, cores, None, isa="amx")
+            made = Planner(PlannedModel(config), machine).plan(config, machine.layout(config), Workload.assumed(config))
+            used = (made.peak_bytes_per_rank * made.ranks_per_node + made.beside_bytes) / 2**30
+            cells += [f"{used:.0f} GiB" + ("" if made.fits else ": does not fit")] if cores == 16 else []
+            cells += [f"{float(f'{made.tokens_per_s:.2g}'):,.0f} tokens/s"] if base == "nf4" else []
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def planned_config(model: dict[str, Any], offload: str = "none", **train: Any) -> RunConfig:
+    values = {
+        "model": {"config": model},
+        "data": {"path": "stdlib", "sequence_length": 1024},
+        "train": {"max_steps": 100, "gradient_checkpointing": "full", **train},
+        "shard": {"engine": "host", "offload": offload},
+        "launch": {"device": "cpu", "ranks": 2},
+    }
+    return validate(values, {}, "a table")
 
 
 def table() -> str:
@@ -55,14 +92,7 @@ def table() -> str:
 
 def cell(model: dict[str, Any], states: str, gib: int) -> str:
     """Plan two ranks with sequences of 1,024 tokens and full recomputation."""
-    values = {
-        "model": {"config": model},
-        "data": {"path": "stdlib", "sequence_length": 1024},
-        "train": {"max_steps": 100, "gradient_checkpointing": "full", "optimizer_states": states},
-        "shard": {"engine": "host", "offload": "disk"},
-        "launch": {"device": "cpu", "ranks": 2},
-    }
-    config = validate(values, {}, "a table")
+    config = planned_config(model, "disk", optimizer_states=states)
     machine = Machine.from_numbers(gib, 8, None)
     layout = machine.layout(config)
     if str(model) not in _planned:

@@ -40,6 +40,9 @@ class AdapterSection(Section):
     """Linear layers, by the end of their names; all-linear: all but the output head and experts."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
+    base: Literal["bf16", "int8", "nf4"] = "bf16"
+    """Format of the frozen layers in memory. nf4: 4 bits, as in QLoRA. int8: 8 bits, by row. bf16: as train.precision.
+    int8 and nf4 need engine host on CPU; embeddings, output head, norms and routers stay bf16."""
     loraplus_lr_ratio: PositiveFloat = 1.0
     """LoRA+: the second matrix, B, learns with train.learning_rate times this ratio."""
 

@@ -108,6 +108,8 @@ _EQUIVALENTS = {
     "shard.memory": "max_memory gpu_memory_limit",
     # adapter
     "adapter.type: lora": "lora use_lora use_peft peft peft_config finetuning_type peft_type lora_config",
+    "adapter.base: nf4": "load_in_4bit qlora quantization quantization_bit quantization_config bnb_4bit_quant_type",
+    "adapter.base: int8": "load_in_8bit",
     "adapter.r": "lora_r lora_rank lora_dim",
     "adapter.alpha": "lora_alpha",
     "adapter.loraplus_lr_ratio": "loraplus_lr_ratio",
@@ -154,8 +156,6 @@ _UNSUPPORTED = {
     "fp16 float16 fp16_full_eval",
     "products are computed in train.precision, bf16 or fp32":
     "tf32",
-    "weights are trained in train.precision, never in 8 or 4 bits":
-    "load_in_8bit load_in_4bit quantization quantization_bit",
     "an evaluation takes train.per_device_train_batch_size sequences at a time, in train.precision":
     "per_device_eval_batch_size eval_batch_size eval_accumulation_steps bf16_full_eval eval_do_concat_batches"
     " eval_use_gather_object batch_eval_metrics val_batch_size",
@@ -222,8 +222,6 @@ _UNSUPPORTED = {
     "model_init_kwargs",
     "the tokenizer's files set it":
     "pad_token",
-    "frozen weights are bf16; use adapter.type: lora":
-    "qlora",
     "the adapter is plain LoRA":
     "use_dora",
 }  # fmt: skip

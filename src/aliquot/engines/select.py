@@ -30,6 +30,7 @@ def chosen_engine(
     `memory_bytes`: the memory of a host; `even`: all hosts have the same number of ranks.
     """
     name = config.shard.engine
+    compresses = config.adapter is not None and config.adapter.base != "bf16"
     if name == "auto" and config.shard.deepspeed_config is not None:
         name = "deepspeed"
     elif name == "auto" and (
@@ -37,7 +38,7 @@ def chosen_engine(
     ):
         name = "host"
     elif name == "auto":
-        fits = numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
+        fits = compresses or numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
         name = "host" if device == "cpu" and even and config.shard.collectives != "gloo" and fits else "fsdp"
     for message, applies in _refusals(config, device, name).items():
         if applies:
@@ -50,6 +51,7 @@ def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
     shard, train = config.shard, config.train
     replicates, offloads = shard.replicate == "nodes", shard.offload != "none"
     freezes = config.adapter is not None or bool(train.freeze)
+    base = "bf16" if config.adapter is None else config.adapter.base
     frozen = "adapter" if config.adapter is not None else "train.freeze"
     deepspeed, fsdp, host = (engine == name for name in ("deepspeed", "fsdp", "host"))
     return {
@@ -59,6 +61,11 @@ def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
         " shard.offload: none": shard.offload == "cpu" and host,
         f"shard.offload: disk needs shard.engine: host, not {engine}": shard.offload == "disk" and not host,
         f"{frozen} needs shard.engine: host or fsdp, not deepspeed": deepspeed and freezes,
+        f"adapter.base: {base} needs shard.engine: host on CPU, not {engine} on {device}. Set adapter.base: bf16": base
+        != "bf16"
+        and not (host and device == "cpu"),
+        f"adapter.base: {base} keeps frozen weights in memory, and shard.offload: disk streams them in bf16: leave out"
+        " one of the two": base != "bf16" and shard.offload == "disk",
         "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which leaves"
         " nothing to fuse. Set train.compile: none": deepspeed and train.compile == "layers",
         f"train.objective: {train.objective} needs shard.engine: host or fsdp, not deepspeed": deepspeed
@@ -162,6 +169,8 @@ def engine_spec(
         offload_directory=config.offload_directory,
         unsharded=unsharded if model.traits.packs else SHARDED,
         replicates=config.shard.replicate == "nodes",
+        base="bf16" if config.adapter is None else config.adapter.base,
+        compressed=model.compressed,
         exact=model.exact - model.learned,
         notes=tuple(notes),
     )

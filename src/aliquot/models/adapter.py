@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -35,9 +36,10 @@ from aliquot.models.stored_weights import (
     names_in_file_order,
     published_of,
 )
-from aliquot.models.structure import fp32_weights
+from aliquot.models.structure import decoder_layers, fp32_weights
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape
+from aliquot.tensor_io.code_sizes import is_compressible
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.range_io import RangeReader
 
@@ -146,18 +148,48 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     inside expert blocks, and layers that have the name of such a block, are excluded because peft would adapt the
     experts, too.
     """
-    from transformers.pytorch_utils import Conv1D
-
     blocks = {path.split(".")[-2] for path, module in model.named_modules() if weights_of(module) is not None}
     head = model.get_output_embeddings()
     layers = [
         path
         for path, module in model.named_modules()
-        if type(module).forward in (nn.Linear.forward, Conv1D.forward)
-        and module is not head
-        and blocks.isdisjoint(path.split("."))
+        if _is_plain_linear(module) and module is not head and blocks.isdisjoint(path.split("."))
     ]
     return sorted({path.rpartition(".")[2] for path in layers})
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
+def compressible(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of frozen weights that adapter.base compresses: of linear layers and experts in decoder layers.
+
+    Routers, which are linear layers beside experts, are not compressed. Neither are weights that several layers share,
+    or whose rows are no multiple of a block. Raises ConfigError if no weight remains.
+    """
+    modules = dict(model.named_modules())
+    blocks = {path.rpartition(".")[0] for path, module in modules.items() if weights_of(module) is not None}
+    chosen = {id(weight) for module in modules.values() for weight in weights_of(module) or ()}
+    for path, module in modules.items():
+        if _is_plain_linear(module) and path.removesuffix(".base_layer").rpartition(".")[0] not in blocks:
+            chosen.add(id(module.weight))
+    users = Counter(id(weight) for layer in decoder_layers(model) for weight in set(layer.parameters()))
+    exact = fp32_weights(model)
+    names = frozenset(
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) in chosen and users[id(weight)] == 1 and not weight.requires_grad
+        if name not in exact and is_compressible(tuple(weight.shape))
+    )
+    if not names:
+        raise ConfigError(
+            f"adapter.base: {type(model).__name__} has no frozen layer with rows of a multiple of 64 elements, which"
+            " compression needs: use adapter.base: bf16"
+        )
+    return names
 
 
 def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from aliquot.config.adapter_section import AdapterSection
 from aliquot.core.errors import ConfigError, UnsupportedModelError
 from aliquot.models import initialize
-from aliquot.models.adapter import Adapter, adapt
+from aliquot.models.adapter import Adapter, adapt, compressible
 from aliquot.models.narrow import for_training, has_dropout, without_dropout
 from aliquot.models.structure import decoder_layers, fp32_weights, freeze_buffers, tied_weights
 from aliquot.models.traits import Traits, traits
@@ -52,6 +52,7 @@ class MetaModel:
     traits: Traits
     dropout: bool  # whether the configuration or the adapter has dropout
     adapter: Adapter | None
+    compressed: frozenset[str] = frozenset()  # names of frozen weights that adapter.base compresses
 
     @property
     def numel(self) -> int:
@@ -114,6 +115,7 @@ def build(
     if adapter is not None:
         adapter_weights, fills = adapt(model, adapter if drops else adapter.model_copy(update={"dropout": 0.0}))
     freeze(model, frozen)
+    compressed = compressible(model) if adapter is not None and adapter.base != "bf16" else frozenset()
     return MetaModel(
         name=name,
         model=model,
@@ -127,6 +129,7 @@ def build(
         traits=model_traits,
         dropout=drops and has_dropout(config, adapter),
         adapter=adapter_weights,
+        compressed=compressed,
     )
 
 

@@ -19,6 +19,7 @@ class LayerKind:
     learned: tuple[Shape, ...]  # weights that are trained
     window: int | None  # attention window in tokens; None: full attention
     positions: tuple[int, ...]  # indices of these layers in the model
+    compressed: tuple[Shape, ...] = ()  # frozen weights that adapter.base compresses
 
     @property
     def frozen(self) -> list[Shape]:

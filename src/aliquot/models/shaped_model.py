@@ -68,10 +68,17 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     built = meta.build(source.config, model_traits, config.adapter, config.train.freeze, config.train.drops)
     model = built.model
     layers = decoder_layers(model)
-    positions_of_kind: dict[tuple[tuple[Shape, ...], tuple[Shape, ...], int | None], list[int]] = {}
+    compressed = {id(model.get_parameter(name)) for name in built.compressed}
+    kinds: dict[LayerKind, list[int]] = {}  # without positions -> the positions
     for position, layer in enumerate(layers):
-        weights, learned = _shapes(layer.parameters()), _shapes(p for p in layer.parameters() if p.requires_grad)
-        positions_of_kind.setdefault((weights, learned, _window(layer, source.config)), []).append(position)
+        kind = LayerKind(
+            weights=_shapes(layer.parameters()),
+            learned=_shapes(p for p in layer.parameters() if p.requires_grad),
+            window=_window(layer, source.config),
+            positions=(),
+            compressed=_shapes(p for p in layer.parameters() if id(p) in compressed),
+        )
+        kinds.setdefault(kind, []).append(position)
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     head = embedding if output is None else output.weight
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -83,7 +90,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         name=built.name,
         weights=tuple(weight for _, weight in built.tensors),
         learned=tuple(weight for name, weight in built.tensors if name in built.learned),
-        kinds=tuple(LayerKind(*kind, tuple(at)) for kind, at in positions_of_kind.items()),
+        kinds=tuple(replace(kind, positions=tuple(positions)) for kind, positions in kinds.items()),
         embedding=tuple(embedding.shape),
         head=None if head is embedding else tuple(head.shape),
         rest=_shapes(rest),

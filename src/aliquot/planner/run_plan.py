@@ -11,7 +11,7 @@ from aliquot.core.intervals import times_due
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import replicas
-from aliquot.engines.host.host_memory import RING_BYTES, disk_use
+from aliquot.engines.host.host_memory import RING_BYTES, decoding_bytes, disk_use
 from aliquot.models.model_shape import padded_share
 from aliquot.nn.product_shapes import logits_room
 from aliquot.planner.checkpoint_cost import (
@@ -253,6 +253,7 @@ class RunPlan:
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,
             replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
+            decoded_bytes=decoding_bytes(config, self.shape, layout),
         )
 
     def _step_time(self, setting: StepSetting, memory: MemoryPlan, micro_batches: int) -> StepTime:

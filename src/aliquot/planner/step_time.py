@@ -128,6 +128,7 @@ class StepSetting:
     offloads: bool  # a GPU's states are in host memory
     unsharded: Unsharded  # tensors that engine fsdp keeps unsharded on a GPU within a step
     replicas: int = 1  # copies of all states, with engine fsdp
+    decoded_bytes: float = 0.0  # memory traffic of a rank that takes as long as to decode the base once
 
 
 def step_time(
@@ -173,6 +174,7 @@ def _host_step_time(
     passes = 1.0 if setting.updates_in_one_pass else _UPDATE_PASSES[setting.states]
     update = passes * (6 * setting.held.own_gradients + 2 * setting.held.moments) + disk.update / layout.world_size
     gradients_s, update_s = states_s(2 * staged + summed), states_s(update)
+    decoding_s = micro_batches * states_s(2 * setting.decoded_bytes)  # in the forward and the backward pass
     # Traffic between hosts costs CPU time: gloo and the Linux kernel occupy cores, and ranks verify and add the sums of
     # other hosts and encode patches. Sums are sent during the last backward pass. Updated weights are received during
     # the update and the next forward pass.
@@ -183,7 +185,10 @@ def _host_step_time(
     patches_s = setting.patched_bytes / (layout.ranks_per_node * _PATCH_BYTES_PER_S)
     sent_s = node_bytes / rates.network_bytes_per_s
     (products, rest), (back_products, back_rest) = micro_batch.forward, micro_batch.backward
-    matmul_s, memory_s = micro_batches * (products + back_products), micro_batches * (rest + back_rest) + update_s
+    matmul_s, memory_s = (
+        micro_batches * (products + back_products),
+        micro_batches * (rest + back_rest) + update_s + decoding_s,
+    )
     if on_gpu:
         sent_s = max(sent_s, exchange_s)
         summing_s = max(gradients_s, staged / _PINNED_BYTES_PER_S)
@@ -214,7 +219,7 @@ def evaluation_time(
         copied = batches * setting.held.weights if setting.offloads else 0
         return max(computing, sending) + copied / _offload_rate(setting)
     if setting.engine == "host":
-        return computing
+        return computing + batches * rates.states_s(setting.decoded_bytes)
     calls_s = _calls(setting) / 3 * rates.call_s  # a micro-batch of training gathers twice and reduces once
     copied_s = rates.states_s(_COLLECTIVE_PASSES[setting.engine][0] * moved.forward_gathered)
     return computing + sending + gatherings * (copied_s + calls_s)

@@ -1,7 +1,7 @@
 """Construct the components of the host engine, in the order of their dependencies.
 
 1. The list of weights, because every component names a weight by its index in this list.
-2. The choice of streamed layers, because shared memory must not allocate pages for weights on disk.
+2. The choice of streamed and compressed layers, because shared memory must not allocate pages for weights on disk.
 3. Shared memory. The model's parameters become views of it, or copies on a GPU. The builder looks up embedding and head
    afterwards, because `place` replaces the parameter objects.
 4. The scratch file, which stores the sums and states that are on disk.
@@ -23,6 +23,7 @@ from torch import nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.compressed_layers import CompressedLayers, choose_compressed
 from aliquot.engines.host.compute_device import DeviceGradients, DeviceWeights
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
@@ -53,10 +54,13 @@ class HostComponents:
             for name, parameter in model.named_parameters()
         ]
         streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
+        compressed_layers = choose_compressed(model, spec, several_hosts=hosts.wire is not None)
         device = torch.device(topology.device)
         streamed = frozenset(index for _, indices in streamed_layers for index in indices)
 
-        self.shared = shared = SharedWeights(hosts, weights, touch=not streamed_layers)
+        self.shared = shared = SharedWeights(
+            hosts, weights, not streamed_layers, [indices for _, indices in compressed_layers]
+        )
         # With a GPU: its copy of the weights.
         self.device_weights = device_weights = DeviceWeights(shared, device) if spec.copies_weights else None
         if device_weights is None:
@@ -90,8 +94,13 @@ class HostComponents:
         self.staging = gradients if device_weights is None else DeviceGradients(gradients, weights, device)
         serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
 
+        self.compressed: CompressedLayers | None = None
+        if compressed_layers:
+            self.compressed = CompressedLayers(hosts, spec, weights, compressed_layers, shared, serve)
         shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
         self.states = HostStates(shards, self.sums, states, self.disk, streamed, spec.compile == "layers")
+        if self.compressed is not None:
+            self.states.compress(self.compressed)
         self.optimizer = BlockedAdamW(
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,

@@ -80,8 +80,11 @@ class HostEngine(ModelEngine):
             *self._gradient_hooks(),
             *(self._layer_hooks(self._components.forward_order.layers) if spec.packs else ()),
         ]
-        if self._components.streamed is not None:
-            self._components.streamed.attach()
+        self._layers_in_use = [
+            layers for layers in (self._components.streamed, self._components.compressed) if layers is not None
+        ]
+        for layers in self._layers_in_use:
+            layers.attach()
         # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
         self._experts = experts_weights(model) if spec.packs and self._components.device_weights is None else []
         for weight in self._experts:
@@ -148,11 +151,13 @@ class HostEngine(ModelEngine):
         if parts.streamed is not None:
             parts.streamed.evict_all()
         self._publish_all()
+        if parts.compressed is not None:
+            parts.compressed.finish()
         if parts.device_weights is not None:
             parts.device_weights.outdate(parts.forward_order.all)
             parts.device_weights.refresh(parts.forward_order.all)
         parts.gradients.check()
-        parts.shared.check_published(self._rank, frozenset() if parts.streamed is None else parts.streamed.weights)
+        parts.shared.check_published(self._rank, {index for layers in self._layers_in_use for index in layers.weights})
 
     def resume_at(self, steps: int) -> None:
         self._components.optimizer.steps = self._steps = steps
@@ -181,8 +186,8 @@ class HostEngine(ModelEngine):
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         self._wait_all_usable()
         if batch is None:
-            if self._components.streamed is not None:
-                self._components.streamed.pass_through()
+            for layers in self._layers_in_use:
+                layers.pass_through()
             return torch.zeros(())
         return super().evaluate(batch)
 
@@ -292,6 +297,8 @@ class HostEngine(ModelEngine):
         # Gradients are read twice, for the norm and for the update; moments and master weights are read and written.
         update_bytes = 2 * self._components.sums.size_bytes + 2 * moments_bytes + 2 * 4 * self._trainable_numel
         absent_bytes = 0 if self._components.streamed is None else self._components.streamed.absent_bytes
+        compressed = self._components.compressed
+        shared_bytes = self._components.shared.size_bytes + (0 if compressed is None else compressed.size_bytes)
         reduce_s, wait_s = None, 0.0  # a GPU computes while its rank reduces and waits
         if self._components.device_weights is None:
             reduce_s = ring.reading_s + (wire.waited_s if wire is not None else 0.0)
@@ -303,7 +310,7 @@ class HostEngine(ModelEngine):
             gathered_bytes=0 if self._components.device_weights is None else self._components.device_weights.size_bytes,
             activations_bytes=self._activations.peak_bytes,
             wire_bytes=wire.sent_bytes if wire is not None else 0,
-            shared_bytes=self._components.shared.size_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
+            shared_bytes=shared_bytes // self._hosts.peers.size + ring.size_bytes - absent_bytes,
             staged_bytes=self._components.gradients.staged_bytes,
             moved_bytes=self._components.gradients.moved_bytes + self._updates * update_bytes,
             reduce_s=reduce_s,
@@ -327,8 +334,8 @@ class HostEngine(ModelEngine):
             hook.remove()
         for weight in self._experts:
             send_to(weight, None)
-        if self._components.streamed is not None:
-            self._components.streamed.close()
+        for layers in self._layers_in_use:
+            layers.close()
         if self._components.disk is not None:
             self._components.disk.scratch.close()
         if self._components.device_weights is not None:

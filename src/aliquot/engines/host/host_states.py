@@ -2,7 +2,8 @@
 
 Forward and backward passes use the bf16 high halves of the master weights, which are in shared memory. The low halves
 and the moments may be on disk. The bf16 weights of streamed layers are on disk, too. Frozen weights have bf16 weights
-alone. During an update, the next windows are read and earlier windows are written while the CPU computes.
+alone, or a compressed form. During an update, the next windows are read and earlier windows are written while the CPU
+computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aliquot.engines.host.compressed_layers import CompressedLayers, CompressedRange
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.shared_weights import WeightShard
@@ -55,7 +57,7 @@ class HostStates:
         self._loaded: dict[Kind, _LoadedField] = {}
         self._loading = threading.Lock()  # because checkpoint saves read in another thread
         self._resident: dict[int, FlatShard] = {}
-        self._frozen = {
+        self._frozen: dict[int, Store] = {
             index: self._weights(shard, 0, shard.numel, {})
             for index, shard in enumerate(shards)
             if not shard.weight.trainable and index not in self._windows
@@ -65,6 +67,11 @@ class HostStates:
                 gradient = sums.local(index)
                 assert gradient is not None  # a weight whose sums are on disk also has its states on disk
                 self._resident[index] = self._flat_shard(shard, 0, shard.numel, gradient, {})
+
+    def compress(self, compressed: CompressedLayers) -> None:
+        """Store the weights of `compressed` in its format."""
+        for index in compressed.weights:
+            self._frozen[index] = compressed.shard(index, self._shards[index].start)
 
     @property
     def low_bytes(self) -> int:
@@ -211,7 +218,7 @@ class HostStates:
         return moment(self._states, stop - start, shard.weight.row_numel, squared, memory)
 
 
-Store = Weights | Moment
+Store = Weights | CompressedRange | Moment
 
 
 @dataclass

@@ -96,15 +96,29 @@ class WeightShard:
 class SharedWeights:
     """Memory for all weights, one copy per NUMA node of the host."""
 
-    def __init__(self, hosts: Hosts, weights: Sequence[Weight], touch: bool) -> None:
-        """Share the memory; `touch` allocates all pages now, on the NUMA node that uses them. Collective."""
+    def __init__(
+        self, hosts: Hosts, weights: Sequence[Weight], touch: bool, decoded: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Share the memory; `touch` allocates all pages now, on the NUMA node that uses them. Collective.
+
+        `decoded`: the weights of each layer that is decoded for each use. Every second layer has the same memory.
+        """
         self._weights = weights
-        self._offsets = [0]
-        for weight in weights:
-            self._offsets.append(self._offsets[-1] + align(weight.numel * weight.dtype.itemsize))
-        local, others = hosts.share_per_numa_node(self._offsets[-1], touch=touch)
+        self._offsets: dict[int, int] = {}
+        in_turn = {index for indices in decoded for index in indices}
+        end = self._place([index for index in range(len(weights)) if index not in in_turn], 0)
+        for first in range(2):
+            end = max((self._place(indices, end) for indices in decoded[first::2]), default=end)
+        local, others = hosts.share_per_numa_node(end, touch=touch)
         self._memories = (local, *others)  # of this NUMA node, then of the others
         self.size_bytes = local.size_bytes
+
+    def _place(self, indices: Sequence[int], start: int) -> int:
+        """Place weights one after another from offset `start` on, and return the end."""
+        for index in indices:
+            self._offsets[index] = start
+            start += align(self._weights[index].numel * self._weights[index].dtype.itemsize)
+        return start
 
     @property
     def memory(self) -> Tensor:

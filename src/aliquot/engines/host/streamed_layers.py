@@ -33,7 +33,7 @@ from aliquot.offload.windows import paged
 _READ, _USED = 0, 1  # counters of a rank: finished reads of layers, and started uses of layers
 
 
-Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and its weights on disk
+Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and indices of some of its weights
 
 
 def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
@@ -72,7 +72,44 @@ class _Resident:
     last_use: int
 
 
-class StreamedLayers:
+class LayerHooks:
+    """Calls `_use` with the number of a layer before each use. All ranks of a host use layers in the same order."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._hooks: list[RemovableHandle] = []
+
+    def _use(self, layer: int) -> None:
+        """Get the weights of a layer ready."""
+        raise NotImplementedError
+
+    def attach(self) -> None:
+        """Register the layers' hooks. Hooks that wait for updated weights must be registered earlier, to run first."""
+        self._hooks = [hook for layer, module in enumerate(self._modules) for hook in self._register(layer, module)]
+
+    def pass_through(self) -> None:
+        """Use the layers like a forward pass, on a rank without a micro-batch, because other ranks need its ranges."""
+        for layer in range(len(self._modules)):
+            self._use(layer)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _register(self, layer: int, module: nn.Module) -> list[RemovableHandle]:
+        def before(*_: Any) -> None:
+            self._use(layer)
+
+        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                # The layer's backward pass begins when the gradient of its output is known.
+                hidden.register_hook(before)  # type: ignore[no-untyped-call]
+
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+class StreamedLayers(LayerHooks):
     """Reads streamed layers ahead of their use. `attach` registers the hooks on the model."""
 
     def __init__(
@@ -89,11 +126,11 @@ class StreamedLayers:
         `serve` is called while this rank waits for other ranks, because they may wait until this rank reads its ring
         buffer. `wait_updated` waits, in any thread, until this rank's ranges of weights are updated and written.
         """
+        super().__init__([module for module, _ in layers])
         self._serve = serve
         self._wait_updated = wait_updated
         self._disk = disk
         self._shards = shards
-        self._modules = [module for module, _ in layers]
         self._layers = [indices for _, indices in layers]
         self.weights = frozenset(index for _, indices in layers for index in indices)
         self._progress = ProgressCounters(peers, 2)
@@ -103,23 +140,12 @@ class StreamedLayers:
         self._readings = self._uses = 0
         self._last_two: tuple[int, int] = (-1, -1)  # the two layers that were used last
         self._successor: dict[tuple[int, int], int] = {}  # (two layers in a row) -> the layer used next
-        self.waited_s = 0.0
-        self._hooks: list[RemovableHandle] = []
-
-    def attach(self) -> None:
-        """Register the layers' hooks. Hooks that wait for updated weights must be registered earlier, to run first."""
-        self._hooks = [hook for layer, module in enumerate(self._modules) for hook in self._register(layer, module)]
 
     @property
     def absent_bytes(self) -> int:
         """Bytes of this rank's ranges of layers that are not in memory: all but the RESIDENT_LAYERS largest."""
         sizes = sorted(sum(self._shards[at].copies[0].nbytes for at in indices) for indices in self._layers)
         return sum(sizes[:-RESIDENT_LAYERS])
-
-    def pass_through(self) -> None:
-        """Read the layers like a forward pass, on a rank without a micro-batch, because other ranks need its ranges."""
-        for layer in range(len(self._layers)):
-            self._use(layer)
 
     def evict_all(self) -> None:
         """Release all layers before their weights change. Call this only while no rank computes."""
@@ -129,21 +155,8 @@ class StreamedLayers:
         self._resident.clear()
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        super().close()
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _register(self, layer: int, module: nn.Module) -> list[RemovableHandle]:
-        def before(*_: Any) -> None:
-            self._use(layer)
-
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if isinstance(hidden, Tensor) and hidden.requires_grad:
-                # The layer's backward pass begins when the gradient of its output is known.
-                hidden.register_hook(before)  # type: ignore[no-untyped-call]
-
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def _use(self, layer: int) -> None:
         if layer == self._last_two[1] and layer in self._resident:
@@ -156,9 +169,7 @@ class StreamedLayers:
             self._start_reading(layer, keep=layer)
         self._resident[layer].last_use = self._uses
         self._resident.move_to_end(layer)
-        begun = time.perf_counter()
         self._wait_read(self._resident[layer].reading)
-        self.waited_s += time.perf_counter() - begun
         following = self._successor.get(self._last_two)
         if following is not None and following not in self._resident:
             self._start_reading(following, keep=layer)
