@@ -163,25 +163,29 @@ class _RowDraws(LogitsProcessor):  # type: ignore[misc]
         self._uniform = torch.stack(draws)
         self._lengths = torch.tensor([len(row.ids) for row in rows])
         self._prompts = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
+        self._scores: Tensor | None = None  # what transformers gets: the same buffer in every step
         self.logprobs: list[Tensor] = []  # of the chosen tokens, [rows] each
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         position, device = input_ids.shape[1], scores.device
         number = (position - self._lengths).clamp(0, self._drawing.max_tokens - 1)
-        logprobs = scores.float().log_softmax(-1)
-        chosen = self._choose(logprobs, self._uniform.gather(1, number[:, None]).to(device))
+        chosen = self._choose(scores, self._uniform.gather(1, number[:, None]).to(device))
         if position < self._prompts.shape[1]:
             is_prompt = (position < self._lengths)[:, None].to(device)
             chosen = torch.where(is_prompt, self._prompts[:, position, None].to(device), chosen)
-        self.logprobs.append(logprobs.gather(1, chosen)[:, 0].cpu())
-        return torch.full_like(scores, -math.inf).scatter_(1, chosen, 0.0)
+        self.logprobs.append((scores.gather(1, chosen) - scores.logsumexp(1, keepdim=True))[:, 0].cpu())
+        if self._scores is None:
+            self._scores = torch.full_like(scores, -math.inf)
+        else:
+            self._scores.scatter_(1, input_ids[:, -1:], -math.inf)
+        return self._scores.scatter_(1, chosen, 0.0)
 
-    def _choose(self, logprobs: Tensor, uniform: Tensor) -> Tensor:
+    def _choose(self, scores: Tensor, uniform: Tensor) -> Tensor:
         """Return the drawn token of each row, [rows, 1], by inverting the cumulative distribution."""
         drawing = self._drawing
         if drawing.temperature < _COLD:
-            return logprobs.argmax(-1, keepdim=True)
-        probabilities = (logprobs / drawing.temperature).softmax(-1)
+            return scores.argmax(-1, keepdim=True)
+        probabilities = (scores if drawing.temperature == 1 else scores / drawing.temperature).softmax(-1)
         if drawing.top_p == 1:
             return _invert(probabilities, uniform)
         # The smallest set of the most likely tokens with at least `top_p` together.
@@ -191,6 +195,7 @@ class _RowDraws(LogitsProcessor):  # type: ignore[misc]
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return the place in each row of weights [rows, V] up to which a share `uniform` [rows, 1] of its sum lies."""
     sums = weights.double().cumsum(-1)
     drawn = torch.searchsorted(sums, uniform.double() * sums[:, -1:], right=True)
     return drawn.clamp(max=weights.shape[1] - 1)
