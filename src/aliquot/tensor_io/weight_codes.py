@@ -104,7 +104,10 @@ class Nf4Codes:
         return scales
 
     def set_scales(self, scales: Tensor) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # the order of the sum must not depend on the number of threads
         self._mean.copy_(scales.mean())
+        torch.set_num_threads(threads)
         centred = torch.zeros(SCALE_GROUP * len(self._group_scales))
         torch.sub(scales, self._mean, out=centred[: len(scales)])
         groups = centred.view(-1, SCALE_GROUP)
