@@ -22,7 +22,7 @@ import aliquot
 
 GROUPS, COPIES, MAX_TOKENS = 8, 8, 120
 PROMPT_WORDS = 6
-KL_WEIGHT = 0.02
+KL_WEIGHT = 0.1
 HELD_OUT = 32  # prompts
 HAPPY = re.compile(r"\b(fun|glad|happ(y|ily)|hugg(ed|ing)|joy|laugh(ed|ing)?|love[ds]?|proud|smil(ed?|ing))\b", re.I)
 
