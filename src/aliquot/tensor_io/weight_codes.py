@@ -5,7 +5,7 @@ int8: each row of a matrix has one fp32 scale, the largest magnitude of the row 
 nf4 is the format of QLoRA (https://arxiv.org/abs/2305.14314). Each block of 64 elements has a scale, and each element
 is one of 16 multiples of the scale. The scales are stored in 8 bits (double quantisation): their mean is subtracted,
 and 256 scales share an fp32 scale. The decoded values are equal to those of bitsandbytes with compress_statistics, bit
-by bit, if it takes the nearest scales, as on a GPU. Its kernel for CPUs takes a neighbour of about 0.15 % of the scales.
+by bit, if it takes the nearest scales, as on a GPU. Its kernel for CPUs stores about 0.15 % of scales one step off.
 """
 
 from __future__ import annotations
