@@ -88,7 +88,8 @@ def initial_weights(trainer: Trainer) -> Iterator[None]:
     trainer.ranks.barrier()  # no rank may compute while another one writes
     present = _read_parts(engine, parts)
     if trainer.initial_weights is None:
-        begin_model(trainer)
+        _load_initial(trainer)  # of an adapter, its base stays as it is
+        engine.ready()
         trainer.initial_weights = _read_parts(engine, parts)
     else:
         _write_parts(engine, parts, trainer.initial_weights)

@@ -92,7 +92,7 @@ class Trainer(PreparedRun):
 
     ```python
     with aliquot.Trainer(config) as trainer:
-        for batch in trainer.train_batches():
+        for batch in trainer.batches():
             trainer.forward_backward(batch)
             trainer.optim_step()
         trainer.export()
