@@ -18,8 +18,8 @@ def entry(name: str, data: bytes) -> dict[str, object]:
 
 
 @contextmanager
-def hub_with(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
-    """Its address, and the names of the files that were fetched from it."""
+def hub_with(files: Mapping[str, bytes], slow: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Its address, and the names of the files that were fetched from it. It sends `slow` byte by byte."""
     fetched: list[str] = []
 
     class Hub(Handler):
@@ -50,7 +50,7 @@ def hub_with(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str]]]:
                 self.send_error(404)
                 return None
             etag = hashlib.sha1(content).hexdigest()
-            self.answer(content, headers={"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT})
+            self.answer(content, headers={"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT}, slowly=name == slow)
             return name
 
     with serving(Hub) as address:

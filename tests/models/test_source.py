@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aliquot.checkpoint.resume import check_model
 from aliquot.config.schema import ModelSection, RunConfig
+from aliquot.core import small_files
 from aliquot.core.errors import ResumeError, UserError
 from aliquot.data.tokenizer import load_tokenizer
 from aliquot.models import meta, source
@@ -60,14 +61,28 @@ def test_files_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     others = ["consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin", "modeling_strange.py"]
     with hub_with({name: name.encode() for name in wanted + others}) as (address, fetched):
-        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        use_hub(address, tmp_path, monkeypatch)
         directory = source.local_directory("owner/name")
     assert sorted(fetched) == sorted(wanted)
     assert all((directory / name).read_text() == name for name in wanted)
+
+
+def use_hub(address: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+
+@pytest.mark.long
+def test_a_hub_that_sends_little_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_files, "_HUB_TIMEOUT_S", 0.2)
+    with hub_with({"config.json": b"{}", "model.safetensors": bytes(4000)}, slow="model.safetensors") as (address, _):
+        use_hub(address, tmp_path, monkeypatch)
+        assert re.search(
+            r"the hub could not serve it: the hub sent \d bytes in 0 s\. Check", refused(path="owner/name")
+        )
 
 
 def test_fingerprint_covers_the_loaded_weights(tmp_path: Path) -> None:

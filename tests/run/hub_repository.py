@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Repository:
     objects: dict[str, bytes] = field(default_factory=dict)  # large files by sha256
     files: dict[str, bytes] = field(default_factory=dict)
     refused_uploads: int = 0  # so many uploads of large files are answered with status 403
+    stalled: set[str] = field(default_factory=set)  # of these files the server sends nothing
 
 
 @contextmanager
@@ -77,6 +79,8 @@ def hub_repository() -> Iterator[Repository]:
                 listed = [entry(name, data) for name, data in repository.files.items() if name.startswith(within)]
                 self.answer(*((listed,) if listed else _missing("Entry")))
             elif is_file and name in repository.files:
+                while name in repository.stalled:
+                    time.sleep(0.05)
                 data = repository.files[name]
                 start, _, stop = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
                 self.answer(data[int(start) : int(stop or len(data)) + 1], 206)

@@ -11,6 +11,7 @@ import pytest
 from aliquot.stores.store import open_store
 from tests import runs
 from tests.data.stores import byte_level
+from tests.run.hub_repository import Repository
 from tests.stores.s3_server import BUCKET, STALL, S3Server
 
 
@@ -61,31 +62,60 @@ def test_streamed_run_at_two_ranks(tmp_path: Path) -> None:
     ],
 )
 def test_store_that_fails_in_mid_stream_ends_the_run_saved(
-    s3: S3Server, tmp_path: Path, fault: str, reason: str, ranks: int
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, reason: str, ranks: int
 ) -> None:
-    path = corpus(tmp_path, files=2, lines=60)  # the first file has more than the 64 sequences of a plan
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    path = corpus(tmp_path, files=2, lines=60)
     store = open_store(f"s3://{BUCKET}/corpus")
     for file in path.iterdir():
         store.put(file.name, file.read_bytes())
-    remote, local = (
-        config(
-            tmp_path / where, "run", url, launch={"ranks": ranks}, checkpoint={"every": 100, "export": False},
-            train={"max_steps": 20, "global_batch_size": 10},
-        )
-        for where, url in (("remote", f"s3://{BUCKET}/corpus/"), ("local", str(path)))
-    )  # fmt: skip
+    remote = _remote_run(tmp_path, f"s3://{BUCKET}/corpus/", ranks)
     s3.fault = lambda environ: fault if environ["PATH_INFO"].endswith("01.txt") else None
-    ended = runs.command("train", remote, environment={"AWS_MAX_ATTEMPTS": "2"})
+    line = _ended_saved(remote)
+    assert line.startswith(f"aliquot: s3://{BUCKET}/corpus/01.txt: {reason}")
+    s3.fault = lambda environ: None
+    _same_curve_when_continued(remote, _remote_run(tmp_path, str(path), ranks))
+
+
+@pytest.mark.long
+def test_hub_that_stalls_in_mid_stream_ends_the_run_saved(
+    hub: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DOWNLOAD_TIMEOUT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    path = corpus(tmp_path, files=2, lines=60)
+    hub.files |= {file.name: file.read_bytes() for file in path.iterdir()}
+    remote = _remote_run(tmp_path, "hf://datasets/owner/name/*.txt", ranks=2)
+    hub.stalled = {"01.txt"}
+    line = _ended_saved(remote, cold=True)
+    assert line.startswith("aliquot: hf://datasets/owner/name/01.txt: ReadTimeout: ")
+    hub.stalled.clear()
+    _same_curve_when_continued(remote, _remote_run(tmp_path, str(path), ranks=2), cold=True)
+
+
+def _remote_run(folder: Path, url: str, ranks: int) -> Path:
+    """The config of a run over two files; the first file has more than the 64 sequences of a plan."""
+    return config(
+        folder / ("remote" if "://" in url else "local"), "run", url, launch={"ranks": ranks},
+        checkpoint={"every": 100, "export": False}, train={"max_steps": 20, "global_batch_size": 10},
+    )  # fmt: skip
+
+
+def _ended_saved(run: Path, cold: bool = False) -> str:
+    """Return the line with which the run has ended, after it has saved its last step."""
+    ended = runs.command("train", run, cold=cold)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if "is saved: start again to continue" in line]
-    assert line.startswith(f"aliquot: s3://{BUCKET}/corpus/01.txt: {reason}") and line.endswith("[storage]")
-    (saved,) = (tmp_path / "remote/run/checkpoints").glob("step-*")
+    assert line.endswith("[storage]")
+    (saved,) = (run.parent / "run/checkpoints").glob("step-*")
     assert f"step {int(saved.name.removeprefix('step-'))} is saved" in line
-    s3.fault = lambda environ: None
-    runs.trained(remote)
+    return line
+
+
+def _same_curve_when_continued(run: Path, local: Path, cold: bool = False) -> None:
+    runs.trained(run, cold=cold)  # the hub's client reads its environment when it is imported
     runs.trained(local)
-    remote_curve, local_curve = (runs.curve(tmp_path / name / "run") for name in ("remote", "local"))
-    assert remote_curve == pytest.approx(local_curve, rel=1e-5)
+    assert runs.curve(run.parent / "run") == pytest.approx(runs.curve(local.parent / "run"), rel=1e-5)
 
 
 @pytest.mark.long

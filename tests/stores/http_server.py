@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 
@@ -18,16 +19,24 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def answer(
-        self, content: object = b"", status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
+        self,
+        content: object = b"",
+        status: int = 200,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        slowly: bool = False,
     ) -> None:
-        """Send bytes, or anything else as JSON."""
+        """Send bytes, or anything else as JSON; `slowly`: a byte at a time, until the client has gone."""
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": len(data), **headers}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            with suppress(ConnectionError):
+                for byte in data if slowly else ():
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(0.05)
+            self.wfile.write(b"" if slowly else data)
 
     def log_message(self, *_: object) -> None:
         pass

@@ -184,7 +184,10 @@ class SilentFileSystem(AbstractFileSystem):  # type: ignore[misc]
 @pytest.mark.parametrize(
     "request_, message",
     [
-        (lambda: open_store("silent://there").read("corpus.txt", 0, 9), "there: TimeoutError: no answer within 0.1 s"),
+        (
+            lambda: open_store("silent://there").read("corpus.txt", 0, 9),
+            "there/corpus.txt: TimeoutError: no answer within 0.1 s",
+        ),
         (lambda: open_store("silent://there").find(), "there: TimeoutError: no answer within 0.1 s"),
         (lambda: open_store("silent://there/told").find(), "told: TimeoutError: told by the server"),
     ],

@@ -10,7 +10,10 @@ import errno
 import os
 import secrets
 import stat
+import time
+from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -19,6 +22,7 @@ from aliquot.core.errors import UnfitFileError
 
 LIMIT_BYTES = 100_000_000  # safetensors' limit for a header; tokenizers have up to 35 MB
 _HUB_TIMEOUT_S = 15.0  # for the next bytes; the client tries several times
+_HUB_BYTES_PER_S = 256  # the least that a hub sends; one block of a fast hub is 64 KiB
 RUN_FILE_BYTES = 1 << 30  # limit for a file of a run: metrics of millions of steps
 # Where a link may lead: out of the directory of the link only for a file that the user has named, and nowhere for a
 # file that only aliquot writes.
@@ -50,16 +54,41 @@ def hub_advice(name: str, kind: str = "model") -> str:
 
 
 def limit_hub_time() -> None:
-    """Let the hub's client give up on a hub that sends nothing, because its default is to wait for ever."""
+    """Let the hub's client give up on a hub that sends nothing or very little; by default, it waits for ever."""
     from huggingface_hub import get_session
 
     session = get_session()
-    session.event_hooks = {**session.event_hooks, "request": [*session.event_hooks["request"], _limit_request]}
+    session.event_hooks = {
+        "request": [*session.event_hooks["request"], _limit_request],
+        "response": [_limit_response],
+    }
 
 
 def _limit_request(request: Any) -> None:
     limits = request.extensions["timeout"]  # None: for ever
     request.extensions["timeout"] = {kind: limit or _HUB_TIMEOUT_S for kind, limit in limits.items()}
+
+
+def _limit_response(response: Any) -> None:
+    """Let reading the content of `response` raise ReadTimeout while fewer than _HUB_BYTES_PER_S bytes arrive."""
+    http = import_module(type(response).__module__.partition(".")[0])  # httpx, or its successor in newer clients
+    stream = response.stream
+
+    class LimitedStream(http.SyncByteStream):  # type: ignore[misc, name-defined]
+        def __iter__(self) -> Iterator[bytes]:
+            received, begin = 0, time.monotonic()
+            for block in stream:
+                received += len(block)
+                if (seconds := time.monotonic() - begin) > _HUB_TIMEOUT_S:
+                    if received < seconds * _HUB_BYTES_PER_S:
+                        raise http.ReadTimeout(f"the hub sent {received} bytes in {seconds:.0f} s")
+                    received, begin = 0, time.monotonic()
+                yield block
+
+        def close(self) -> None:
+            stream.close()
+
+    response.stream = LimitedStream()
 
 
 def cache_root(configured: Path | None = None) -> Path:

@@ -208,10 +208,9 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
     try:
         limit_hub_time()
         return Path(snapshot_download(path, allow_patterns=list(hub_files), ignore_patterns=_OTHER_FORMS))
-    # The hub client raises OSError for network and HTTP errors, and ValueError for malformed hub ids.
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the client raises errors of its own, and of its HTTP and download libraries
         no_answer = isinstance(error, LocalEntryNotFoundError)
-        line = str(error).strip().splitlines()[0].rstrip(".")
+        line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         reason = "no network, or HF_HUB_OFFLINE is set, and the cache has no copy" if no_answer else line
         raise ModelFilesError(
             f"model.path {path}: no such directory, and the hub could not serve it: {reason}. {hub_advice(path)}"

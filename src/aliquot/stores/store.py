@@ -196,7 +196,7 @@ class FsspecStore(Store):
 
     def read(self, name: str, start: int, stop: int, version: FileVersion | None = None) -> bytes:
         path = self._path(name)
-        with self._request(FileNotFoundError, FileChangedError):
+        with self._request(name, FileNotFoundError, FileChangedError):
             data = bytes(_within_limit(self._fs.cat_file, path, start=start, end=stop)) if start < stop else b""
             if version is not None:  # checked after reading: the file had this version before, in `find`
                 self._fs.invalidate_cache()
@@ -207,7 +207,7 @@ class FsspecStore(Store):
         self.put_part(name, "", 0, 0, [data])
 
     def put_part(self, name: str, token: str, index: int, start: int, data: Iterable[bytes]) -> str:
-        with self._request():
+        with self._request(name):
             self._fs.makedirs(self._fs._parent(self._path(name)), exist_ok=True)
             with self._fs.open(self._path(name), "wb") as file:
                 for block in data:
@@ -224,8 +224,8 @@ class FsspecStore(Store):
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _request(self, *passed: type[Exception]) -> Iterator[None]:
-        """Turn every error of the file system in the block, except those `passed`, into a StorageError."""
+    def _request(self, name: str = "", *passed: type[Exception]) -> Iterator[None]:
+        """Turn errors of the file system in the block, except those `passed`, into a StorageError of file `name`."""
         try:
             yield
         except UserError:  # from the iterator `data`
@@ -234,7 +234,8 @@ class FsspecStore(Store):
             if isinstance(error, passed):
                 raise
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
-            raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", self._url) from error
+            url = f"{self._url}/{name}" if name else self._url
+            raise error_type(f"{type(error).__name__}: {' '.join(str(error).split())}", url) from error
 
 
 def _within_limit(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
