@@ -60,6 +60,7 @@ class EngineSetup:
     replicas: int = 1  # of engine fsdp, each on a node of its own
     offload: bool = False  # to the memory of the host
     copies: bool = False  # engine host computes from a copy of the weights, as on a GPU
+    copied_layers: int = 0  # and these of its layers are copied for each use
     like_gpu: bool = False  # engine fsdp takes a GPU's norm, and stand-ins for pinned memory
     uncompiled: bool = False  # DeepSpeed without its shared-memory op
 
@@ -199,6 +200,13 @@ CASES = {
             steps=3,
         ),
         Case("llama-deep-full", {"model_type": "llama", "num_hidden_layers": 5}, checkpointing="full", steps=3),
+        Case(
+            "gemma3-deep-tied",
+            {"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window": 6, "query_pre_attn_scalar": 8},
+            precision="bf16",
+            checkpointing="full",
+            steps=2,
+        ),
         # More experts than choices: in most micro-batches some have no token.
         Case("moe", {"model_type": "qwen3_moe", **EXPERTS}, steps=3),
         Case(

@@ -68,7 +68,8 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(Tensor, "copy_", copy_)
     for name in ("pin", "unpin"):
         monkeypatch.setattr(compute_device, name, lambda memory, name=name: done.append(f"{name} {memory.nbytes}"))
-    monkeypatch.setattr(compute_device, "copy_stream", lambda _: Stream("copies", done))
+    for module in (compute_device, device_copies):
+        monkeypatch.setattr(module, "copy_stream", lambda _: Stream("copies", done))
     return done
 
 

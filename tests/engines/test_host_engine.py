@@ -17,7 +17,7 @@ ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
 EXPERTS = ["moe-bf16-full"]
 DEEP = ["llama-deep", "llama-deep-full"]
 ONCE = ["llama-bf16-once", "qwen2-tied-once"]  # one micro-batch a step
-COPIED = ["qwen2-tied", "llama-deep-lora"]
+COPIED = ["llama-deep", "llama-deep-lora"]
 DEEP_FROZEN = ["llama-deep-frozen", "moe-deep-frozen-int8", "llama-deep-lora"]
 
 # The setups, named by the axes in which they differ.
@@ -31,6 +31,9 @@ HOSTS, HOSTS_3, HOSTS_2X2 = (replace(HOST, ranks=ranks, hosts=hosts) for ranks, 
 LATE, LATE_3, LATE_2X2 = (replace(hosts, late=True) for hosts in (HOSTS, HOSTS_3, HOSTS_2X2))
 HOSTS_DISK = replace(HOSTS, on_disk="everything")
 COPIES, COPIES_DISK, COPIES_HOSTS, COPIES_2X2 = (replace(host, copies=True) for host in (HOST, DISK, HOSTS, HOSTS_2X2))
+SLOTS, SLOTS_1, SLOTS_HOSTS = (
+    replace(host, copied_layers=5) for host in (COPIES, replace(COPIES, ranks=1), COPIES_HOSTS)
+)
 FLIPPED_WEIGHTS, FLIPPED_GRADIENTS = (replace(HOSTS, flipped=flipped) for flipped in ("weights", "gradients"))
 FLIPPED_DISK = replace(HOSTS_DISK, flipped="gradients")
 
@@ -48,7 +51,14 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (HOST, "experts"): EXPERTS,
     (HOST, "bf16"): ["llama-bf16"],
     (HOST, "far"): ["llama-bf16-far", "llama-frugal", "llama-bf16-states"],
-    (HOST, "frozen"): ["llama-frozen", *DEEP_FROZEN[:2], "llama-lora", "deepseek-deep-bf16"],
+    (HOST, "frozen"): [
+        "llama-frozen",
+        *DEEP_FROZEN[:2],
+        "llama-lora",
+        "deepseek-deep-bf16",
+        "zamba",
+        "gemma3-deep-tied",
+    ],
     (HOST, "lora"): ["llama-lora-bf16", "llama-lora-once"],
     (HOST, "compiled"): ["llama-deep-compiled"],
     (HOST_1, "frozen"): [*DEEP_FROZEN, "llama-deep-lora-full"],
@@ -84,8 +94,8 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (HOSTS_DISK, "accumulated"): ON_DISK,
     (HOSTS_DISK, "once"): ONCE,
     # With a copy of the weights, as on a GPU.
-    (COPIES, "base"): COPIED,
-    (COPIES, "more"): [*ONCE, "llama-int8", "gemma2", "llama-deep"],
+    (COPIES, "base"): ["qwen2-tied"],
+    (COPIES, "more"): [*ONCE, "llama-int8", "gemma2"],
     (COPIES, "bf16"): ["llama-bf16"],
     (COPIES, "experts"): EXPERTS,
     (COPIES_DISK, "base"): ["llama-int8", "qwen2-tied"],
@@ -93,6 +103,13 @@ MATRIX: dict[tuple[EngineSetup, str], list[str]] = {
     (COPIES_HOSTS, "base"): [*ONCE, "llama-reduced-once"],
     (COPIES_HOSTS, "accumulated"): ["qwen2-tied"],
     (COPIES_2X2, "base"): ["llama-bf16-once"],
+    # With copies of five layers in three slots.
+    (SLOTS, "base"): COPIED,
+    (SLOTS, "frozen"): [*DEEP_FROZEN[:2], "zamba", "gemma3-deep-tied"],
+    (SLOTS, "compiled"): ["llama-deep-compiled"],
+    (SLOTS_1, "frozen"): [*DEEP_FROZEN, "llama-deep-lora-full"],
+    (SLOTS_HOSTS, "deep"): [*DEEP, "llama-deep-lora"],
+    (HOSTS, "deep"): [*DEEP, "llama-deep-lora"],
     (FLIPPED_WEIGHTS, "base"): ["llama-bf16"],
     (FLIPPED_GRADIENTS, "base"): ["llama-bf16"],
     (FLIPPED_DISK, "base"): ["llama-bf16"],
@@ -145,7 +162,12 @@ def same(runs: Runs[str], one: str, other: str, *names: str) -> None:
         long_row(world(HOST, "frozen"), world(DISK, "frozen"), DEEP_FROZEN[:2]),
         long_row(world(HOST_1, "frozen"), world(DISK_1, "frozen"), [*DEEP_FROZEN, "llama-deep-lora-full"]),
         # As on GPUs: weights are copied when they have changed, and gradients when somebody waits for them.
-        (world(HOST), world(COPIES), COPIED),
+        (world(HOST), world(COPIES), ["qwen2-tied"]),
+        (world(HOST), world(SLOTS), COPIED),
+        long_row(world(HOST, "frozen"), world(SLOTS, "frozen"), MATRIX[SLOTS, "frozen"]),
+        long_row(world(HOST, "compiled"), world(SLOTS, "compiled"), ["llama-deep-compiled"]),
+        long_row(world(HOST_1, "frozen"), world(SLOTS_1, "frozen"), MATRIX[SLOTS_1, "frozen"]),
+        long_row(world(HOSTS, "deep"), world(SLOTS_HOSTS, "deep"), MATRIX[SLOTS_HOSTS, "deep"]),
         long_row(world(HOST), world(COPIES, "more"), MATRIX[COPIES, "more"]),
         long_row(world(HOST, "bf16"), world(COPIES, "bf16"), ["llama-bf16"]),
         long_row(world(HOST, "experts"), world(COPIES, "experts"), EXPERTS),

@@ -9,8 +9,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.engines.host import compute_device, gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
+from aliquot.machine.device_copies import Uploads
 from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import Published, PublishedParts
@@ -78,6 +79,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         deepspeed=deepspeed_settings(setup, case),
         offload=setup.offload and setup.engine == "fsdp",
         copies_weights=setup.copies,
+        copied_layers=setup.copied_layers,
         on_disk=on_disk(setup, case, built.model),
         offload_directory=folder,
         replicates=setup.replicas > 1,
@@ -96,6 +98,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         come_late(rank)
     if setup.on_disk != "nothing":
         ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
+    if setup.copies:
+        copy_late(rank)
     if setup.like_gpu:
         pretend_to_pin()
     local_size = world_size // setup.replicas
@@ -136,7 +140,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
     if case.evaluated_first:
         engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
-    losses, norms, places = [], [], set()
+    losses, norms, copied, places = [], [], [copied_bytes(engine)], set()
     for step in range(case.steps):
         documents = case.documents(step, world_size)
         mine = [case.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
@@ -149,6 +153,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
+        copied.append(copied_bytes(engine))
         if isinstance(engine, FsdpEngine) and setup.replicas == 1:
             gradients = (shard.parameter.grad for shard in engine._trainable)
             places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in gradients))
@@ -162,10 +167,41 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     if isinstance(engine, FsdpEngine) and setup.replicas > 1:
         check_replicas(engine, local_rank)
     evaluated = engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
-    (folder / f"{case.name}-{rank}.json").write_text(
-        json.dumps({"losses": losses, "norms": norms, "evaluated": float(evaluated)})
+    outcome: dict[str, object] = {"losses": losses, "norms": norms, "evaluated": float(evaluated)}
+    if isinstance(engine, HostEngine) and "deep" in case.name:
+        outcome["generated"] = engine.generate(torch.arange(1, 9)[None], max_new_tokens=5, do_sample=False).tolist()
+    (folder / f"{case.name}-{rank}.json").write_text(json.dumps(outcome))
+    (folder / f"{case.name}-{rank}-copies.json").write_text(
+        json.dumps({"copied": copied, "held": engine.counters().gathered_bytes})
     )
     engine.close()
+
+
+def copied_bytes(engine: Engine) -> int:
+    weights = engine._components.device_weights if isinstance(engine, HostEngine) else None
+    return 0 if weights is None else weights.copied_bytes
+
+
+def copy_late(rank: int) -> None:
+    """Copies of weights to the device run in a thread, some of them late; until then their place has NaN."""
+    draw, thread = random.Random(rank), ThreadPoolExecutor(1)
+    pending: list[Future[None]] = []
+
+    def copy(pairs: Sequence[tuple[Tensor, Tensor]], delay_s: float) -> None:
+        time.sleep(delay_s)
+        for target, source in pairs:
+            target.copy_(source)
+
+    def begin(_: Uploads, pairs: Sequence[tuple[Tensor, Tensor]], after: object = None) -> None:
+        for target, _source in pairs:
+            target.fill_(float("nan"))
+        pending.append(thread.submit(copy, pairs, draw.choice((0.0, 0.0, 0.003))))
+
+    def wait(_: Uploads) -> None:
+        while pending:
+            pending.pop().result()
+
+    Uploads.begin, Uploads.wait_for_copies = begin, wait  # type: ignore[method-assign]
 
 
 def pretend_to_pin() -> None:

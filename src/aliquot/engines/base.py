@@ -55,6 +55,7 @@ class EngineSpec:
     notes: tuple[str, ...] = ()  # console messages about settings that have no effect as written
     offload: bool = False  # keep a GPU's weights, gradients and moments in host memory
     copies_weights: bool = False  # for engine host: compute on the rank's device, from a copy of the weights there
+    copied_layers: int = 0  # with `copies_weights`: decoder layers that are copied for each use
     on_disk: OnDisk | None = None  # for engine host: the state to keep in `offload_directory`
     offload_directory: Path = Path()
     unsharded: Unsharded = SHARDED  # for engine fsdp: state that every rank holds whole within an optimizer step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, SupportsFloat, TypeVar
 
 import torch
@@ -47,6 +47,38 @@ def read_early(value: Tensor) -> SupportsFloat:
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a new stream for copies that overlap with kernels; None if `device` is no GPU, which copies at once."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+class Uploads:
+    """Copies of host memory to a device, in a stream of their own, which overlap with kernels of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = copy_stream(device)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event that occurs when the device has run all kernels that were launched before."""
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()  # type: ignore[no-any-return]
+
+    def wait_for_kernels(self) -> None:
+        """Begin later copies only after all kernels that were launched before."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event | None = None) -> None:
+        """Begin to copy each (target on the device, source in pinned memory), not before the event `after`."""
+        if self._stream is not None and after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def wait_for_copies(self) -> None:
+        """Run kernels that are launched later only after all copies that were begun before."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Download:

@@ -65,12 +65,12 @@ def with_fixed_choices(config: RunConfig, plan: Plan) -> RunConfig:
 def plan_with_least_recomputation(config: RunConfig, engine: str, plan_of: PlanOf) -> Plan:
     """Plan a run with `train.gradient_checkpointing: auto`: it recomputes no more than memory requires.
 
-    Memory also requires another engine than `engine`, or states on disk. If more recomputation avoids this and makes a
-    step clearly faster, the run recomputes more.
+    Memory also requires another engine than `engine`, states on disk, or copied layers. If more recomputation avoids
+    this and makes a step clearly faster, the run recomputes more.
     """
     plan = plan_of(with_settings(config, {"train.gradient_checkpointing": "none"}))
     for kind in ("selective", "full"):
-        if plan.fits and plan.engine == engine and not plan.on_disk:
+        if plan.fits and plan.engine == engine and not plan.on_disk and not plan.copied_layers:
             break
         with suppress(UnsupportedModelError):  # the model does not support this kind
             more = plan_of(with_settings(config, {"train.gradient_checkpointing": kind}))

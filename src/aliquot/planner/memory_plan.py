@@ -1,7 +1,8 @@
-"""Plan the memory of a rank, and decide which states go to disk or stay unsharded.
+"""Plan the memory of a rank, and decide which states go to disk or stay unsharded, and which layers are copied.
 
 The sizes of weights, gradients and moments come from the engine. States go to disk if memory is short. Weights and
-gradients stay unsharded on a GPU within a step if memory suffices.
+gradients stay unsharded on a GPU within a step if memory suffices. Engine host copies the layers for which a GPU has no
+memory to the GPU for each use.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
@@ -24,6 +25,7 @@ from aliquot.planner.memory_phases import cpu_process, gpu_process, host_phases,
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 from aliquot.planner.plan import PhaseMemory
 
+Choice = TypeVar("Choice", OnDisk, int)
 UNCERTAINTY = 0.08  # plans of peak memory were off by up to this fraction: benchmarks/foresight.py
 MARGIN = UNCERTAINTY  # fraction of the limit that placement leaves free
 
@@ -37,6 +39,7 @@ class MemoryPlan:
     host_phases: tuple[PhaseMemory, ...]  # phases of host memory if the rank computes on a GPU
     on_disk: OnDisk
     unsharded: Unsharded
+    copied_layers: int = 0  # with engine host on GPUs, decoder layers that are copied for each use
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,13 @@ class MemoryPlanner:
         if self.config.shard.offload == "disk" and self.engine == "host":
             streams = self.layout.nodes == 1 and self.layout.device == "cpu" and self.shape.packs
             on_disk = least_on_disk(self.shape, self.layout, streams, self._excess)
+        if self.layout.device == "cuda" and self.engine == "host" and self.shape.packs:
+
+            def excess(layers: int) -> float:
+                return self._excess_of(self._plan(on_disk, SHARDED, layers), on_gpu=True)
+
+            layers = _fewest(lambda count: count, self.shape.layers, excess) if excess(0) > 0 else 0
+            return self._plan(on_disk, SHARDED, layers)
         if self._is_single_gpu:
             unsharded = Unsharded(weights=True, gradients=micro_batches > 1)
         elif self.layout.device == "cuda" and self.engine == "fsdp" and self.shape.packs:
@@ -69,14 +79,18 @@ class MemoryPlanner:
 
     def _excess(self, on_disk: OnDisk, unsharded: Unsharded = SHARDED) -> float:
         """Return the bytes by which a rank exceeds its limit minus the margin; negative if the rank fits."""
+        # States of engine host on disk free host memory, not GPU memory.
+        return self._excess_of(self._plan(on_disk, unsharded), on_gpu=self.engine != "host")
+
+    def _excess_of(self, made: MemoryPlan, on_gpu: bool) -> float:
+        """Return `_excess` of a plan, of GPU memory or of host memory if the rank computes on a GPU."""
         ranks = self.layout.ranks_per_node
-        made = self._plan(on_disk, unsharded)
         limited, limit = made.phases, self.limit_bytes_per_node
-        if self.engine == "host" and made.host_phases:  # states on disk free host memory, not GPU memory
+        if made.host_phases and not on_gpu:
             limited, limit = made.host_phases, self.host_limit_bytes_per_node
         return max(phase.per_rank(ranks) for phase in limited) - (1 - MARGIN) * limit / ranks
 
-    def _plan(self, on_disk: OnDisk, unsharded: Unsharded) -> MemoryPlan:
+    def _plan(self, on_disk: OnDisk, unsharded: Unsharded, copied_layers: int = 0) -> MemoryPlan:
         config = self.config
         held = self._held(on_disk, unsharded)
         if self.layout.device == "cpu":
@@ -86,14 +100,15 @@ class MemoryPlanner:
             made = phases(config, held, self.cost, process, building, self.keeps_holes)
             return MemoryPlan(held, made, (), on_disk, unsharded)
         if self.engine == "host":  # without NCCL
-            made = phases(config, device_memory(config, self.shape), self.cost, gpu_process(nccl_groups=0))
+            on_gpu = device_memory(config, self.shape, copied_layers)
+            made = phases(config, on_gpu, self.cost, gpu_process(nccl_groups=0))
             process = host_process_of_gpu(held, self.index_bytes, self.snapshot_bytes)
             inactive = replace(
                 self.cost, saved_bytes=0, layer_bytes=0, forward_bytes=0, backward_bytes=0, evaluation_bytes=0,
                 largest_bytes=0,
             )  # fmt: skip
             on_host = phases(config, held, inactive, process)
-            return MemoryPlan(held, made, on_host, on_disk, unsharded)
+            return MemoryPlan(held, made, on_host, on_disk, unsharded, copied_layers)
         on_gpu = in_host = held
         if config.shard.offload == "cpu":
             # Sums of unsharded gradients stay on the GPU until they are reduced.
@@ -185,7 +200,7 @@ def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Uns
     return next((choice for choice in choices if fits(choice)), Unsharded())
 
 
-def _fewest(with_count: Callable[[int], OnDisk], enough: int, excess: Callable[[OnDisk], float]) -> OnDisk:
+def _fewest(with_count: Callable[[int], Choice], enough: int, excess: Callable[[Choice], float]) -> Choice:
     """Bisect for the smallest count with which a rank fits."""
     return with_count(bisect_left(range(enough), True, key=lambda count: excess(with_count(count)) <= 0))
 

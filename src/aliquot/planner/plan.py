@@ -114,6 +114,7 @@ class Plan:
     network_bytes_per_s: float = 1e9  # sent by a node to other nodes
     beside_bytes: int = 0  # memory per node of the launcher and of dashboard clients
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
+    copied_layers: int = 0  # decoder layers that engine host copies to a GPU for each use
     unsharded: Unsharded = field(default_factory=Unsharded)  # tensors that engine fsdp keeps unsharded in a step
     replicate: str = "none"  # none | nodes: every node holds all weights and states, and only gradients cross nodes
     scratch_bytes_per_node: int = 0  # size of the states on disk
@@ -227,6 +228,16 @@ class Plan:
             f"{', '.join(parts)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
             f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {short(self.disk_s)} s"
             f" for it ({self.disk_s / self.step_s:.0%}{self._disk_batch_words()}); {daily / 1e12:,.1f} TB written a day"
+        )
+
+    @property
+    def copied_words(self) -> str | None:
+        """Text for people about the layers that are copied to a GPU for each use; None if all layers are resident."""
+        if not self.copied_layers:
+            return None
+        return (
+            f"{count_of(self.copied_layers, 'layer')} cross PCIe for each use, because GPU memory is short:"
+            " predicted, not yet measured on a GPU"
         )
 
     def _disk_batch_words(self) -> str:

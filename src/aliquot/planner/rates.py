@@ -16,6 +16,7 @@ from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.planner.measure_rates import KINDS, Curve
 from aliquot.planner.planned_machine import Machine
 
+PCIE_BYTES_PER_S = 22e9  # of pinned memory through 16 lanes of PCIe 4, assumed for every GPU
 _STATES_BYTES = 4 << 20  # of a block of gradients or states, which is not in a CPU cache
 _EXP = ("softmax", "silu", "sigmoid", "exp", "tanh", "gelu", "erf", "pow", "rsqrt")
 
@@ -32,6 +33,7 @@ class Rates:
     gloo_bytes_per_s: float  # sent and received by a rank while gloo and the Linux kernel occupy its core
     network_bytes_per_s: float  # from a node to other nodes
     off_by: float  # factor by which times may be wrong, either way
+    pcie_bytes_per_s: float = PCIE_BYTES_PER_S  # between a GPU and pinned host memory, in each direction
     is_sure: bool = True  # False: the machine had other work during the measurement, which slows rates unequally
 
     def matmul_s(self, batch: int, m: int, k: int, n: int, itemsize: int) -> float:
@@ -85,6 +87,9 @@ _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "rtxpro4500": (218e12, 51e12, 800e9, None),
     "rtxpro6000": (500e12, 117e12, 1597e9, None),
     "rtxproserver6000": (500e12, 117e12, 1597e9, None),
+    "rtx3090": (71e12, 35.6e12, 936e9, None),
+    "rtx4090": (165e12, 82.6e12, 1008e9, None),
+    "rtx5090": (209e12, 105e12, 1792e9, None),
     "a100": (312e12, 19.5e12, 2039e9, 300e9),
     "h100": (989e12, 67e12, 3350e9, 450e9),
     "h200": (989e12, 67e12, 4800e9, 450e9),
@@ -95,7 +100,7 @@ _GPU_REACHED, _GPU_FP32_REACHED, _GPU_MEMORY_REACHED = 0.45, 0.8, 0.7  # assumpt
 _HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
 ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
 OFF_BY, _OFF_BY_UNKNOWN_GPU = 2.5, 10.0  # machines measured after an estimate were up to 2.4 times faster
-_PCIE_BYTES_PER_S = 20e9  # PCIe 4, among the GPUs of a host without NVLink
+_PCIE_PEER_BYTES_PER_S = 20e9  # PCIe 4, among the GPUs of a host without NVLink
 _NVLINK_REACHED = 0.75  # fraction of the rate in one direction that NCCL's ring collectives reach
 
 
@@ -119,7 +124,7 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
     peak, fp32_peak, memory, nvlink = _GPUS[name or "l4"]
     if "pcie" in plain_name:
         nvlink = None
-    link = _PCIE_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
+    link = _PCIE_PEER_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
     linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
     fp32 = fp32_peak * _GPU_FP32_REACHED
     is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # the data sheet is for SXM modules

@@ -63,6 +63,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         f"disk            {_size(plan.disk_read_bytes)} read at start, {_checkpoints(plan)}",
         *([f"micro-batches   of {plan.micro_batch} sequences"] if plan.micro_batch > 1 else []),
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
+        *([f"copied layers   {plan.copied_words}"] if plan.copied_words else []),
         *([f"replicated      on {plan.nodes} nodes, which send gradients alone"] if plan.replicate == "nodes" else []),
         *([f"kept whole      {plan.unsharded.words} within a step, as they fit"] if plan.unsharded else []),
         f"step            {_seconds(plan.step_s)}, {plan.bottleneck}",

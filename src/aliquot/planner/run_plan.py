@@ -11,7 +11,7 @@ from aliquot.core.intervals import times_due
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.fsdp.fsdp_memory import replicas
-from aliquot.engines.host.host_memory import RING_BYTES, decoding_bytes, disk_use
+from aliquot.engines.host.host_memory import RING_BYTES, LayerCopies, decoding_bytes, disk_use
 from aliquot.models.model_shape import padded_share
 from aliquot.nn.product_shapes import logits_room
 from aliquot.planner.checkpoint_cost import (
@@ -187,6 +187,7 @@ class RunPlan:
             network_bytes_per_s=self.rates.sent_bytes_per_s(layout),
             beside_bytes=helpers,
             on_disk=memory.on_disk,
+            copied_layers=memory.copied_layers,
             unsharded=memory.unsharded,
             replicate="nodes" if self.engine == "fsdp" and replicas(config, layout) > 1 else "none",
             scratch_bytes_per_node=disk.size // layout.nodes,
@@ -254,6 +255,7 @@ class RunPlan:
             unsharded=memory.unsharded,
             replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
             decoded_bytes=decoding_bytes(config, self.shape, layout),
+            copies=LayerCopies.planned(config, self.shape, memory.copied_layers),
         )
 
     def _step_time(self, setting: StepSetting, memory: MemoryPlan, micro_batches: int) -> StepTime:

@@ -9,12 +9,12 @@ with one forward or one backward pass.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import RankMemory, Unsharded
-from aliquot.engines.host.host_memory import DiskUse
+from aliquot.engines.host.host_memory import DiskUse, LayerCopies
 from aliquot.optim.sizes import States
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Work
 from aliquot.planner.rates import CORE_MEMORY_BYTES_PER_S, Rates
@@ -24,7 +24,6 @@ _TAIL = 0.1  # fraction of traffic between hosts that overlaps with nothing: the
 _SUM_PASSES = 5  # reads and writes of gradients that hosts exchange: checksums, and one more sum
 _PATCH_BYTES_PER_S = 1.5e9  # encoded or decoded as patches of weights; 1.6 and 1.9 on Zen 4, 0.8 and 1.2 on Zen 3
 _COPIED_BYTES_PER_S = 8e9  # between a GPU and memory that is not pinned, assumed
-_PINNED_BYTES_PER_S = 20e9  # between a GPU and pinned memory, assumed: PCIe 4
 # How often engine host passes over the bytes of an update. torch runs AdamW operation by operation, and states other
 # than fp32 are also decoded and encoded. Measured on two cores of Zen 4.
 _UPDATE_PASSES: dict[States, float] = {"fp32": 1.25, "bf16": 7.5, "int8": 32.0}
@@ -128,6 +127,7 @@ class StepSetting:
     offloads: bool  # a GPU's states are in host memory
     unsharded: Unsharded  # tensors that engine fsdp keeps unsharded on a GPU within a step
     replicas: int = 1  # copies of all states, with engine fsdp
+    copies: LayerCopies = field(default_factory=LayerCopies)
     decoded_bytes: float = 0.0  # memory traffic of a rank that takes as long as to decode the base once
 
 
@@ -191,11 +191,14 @@ def _host_step_time(
     )
     if on_gpu:
         sent_s = max(sent_s, exchange_s)
-        summing_s = max(gradients_s, staged / _PINNED_BYTES_PER_S)
-        memory_s += max(0.0, summing_s - micro_batches * (back_products + back_rest))
+        # Copies from and to a GPU overlap with each other, and with the pass in which they are made.
+        copies, rate = setting.copies, rates.pcie_bytes_per_s
+        in_backward_s = max(gradients_s, staged / rate, micro_batches * copies.backward / rate)
+        memory_s += max(0.0, in_backward_s - micro_batches * (back_products + back_rest))
         encoding_s = patches_s / layout.nodes  # during the update
-        receiving_s = max(patches_s - encoding_s, setting.weights_bytes / _PINNED_BYTES_PER_S)
+        receiving_s = max(patches_s - encoding_s, (setting.weights_bytes + copies.forward_frozen) / rate)
         memory_s += encoding_s + max(0.0, receiving_s - products - rest)
+        memory_s += (micro_batches - 1) * max(0.0, copies.forward / rate - products - rest)
     else:
         memory_s += gradients_s + exchange_s + patches_s + _calls(setting) * micro_batches * rates.call_s
     wire_s = max(_TAIL * sent_s, sent_s - micro_batch.step_s - update_s)
@@ -217,7 +220,8 @@ def evaluation_time(
     computing = micro_batches * sum(micro_batch.evaluation)
     if layout.device == "cuda":
         copied = batches * setting.held.weights if setting.offloads else 0
-        return max(computing, sending) + copied / _offload_rate(setting)
+        streamed_s = batches * setting.copies.evaluation / rates.pcie_bytes_per_s
+        return max(computing, sending, streamed_s) + copied / _offload_rate(setting, rates)
     if setting.engine == "host":
         return computing + batches * rates.states_s(setting.decoded_bytes)
     calls_s = _calls(setting) / 3 * rates.call_s  # a micro-batch of training gathers twice and reduces once
@@ -236,15 +240,15 @@ def _gpu_s(setting: StepSetting, micro_batches: int, rates: Rates) -> float:
     # memory that is not pinned.
     gradients = held.own_gradients or held.gradients
     reductions = 1 if whole.gradients else micro_batches
-    weights_s = held.weights * (1 if whole.weights else 2 * micro_batches) / _offload_rate(setting)
-    gradients_s = gradients * reductions / (_offload_rate(setting) if reductions == 1 else _COPIED_BYTES_PER_S)
+    weights_s = held.weights * (1 if whole.weights else 2 * micro_batches) / _offload_rate(setting, rates)
+    gradients_s = gradients * reductions / (_offload_rate(setting, rates) if reductions == 1 else _COPIED_BYTES_PER_S)
     update = 2 * (held.weights + held.moments + gradients)
     return seconds + weights_s + gradients_s + _host_memory_s(update, setting.layout)
 
 
-def _offload_rate(setting: StepSetting) -> float:
+def _offload_rate(setting: StepSetting, rates: Rates) -> float:
     """Return the rate at which offloaded weights are copied to a GPU: engine fsdp keeps them in pinned memory."""
-    return _PINNED_BYTES_PER_S if setting.engine == "fsdp" else _COPIED_BYTES_PER_S
+    return rates.pcie_bytes_per_s if setting.engine == "fsdp" else _COPIED_BYTES_PER_S
 
 
 def _host_memory_s(moved_bytes: float, layout: RankLayout) -> float:

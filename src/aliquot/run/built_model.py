@@ -74,6 +74,8 @@ def build_model(trainer: PreparedRun) -> Model:
         config, topology, engine_name, built, PhaseHooks(end_phase, lambda name: ledger.mark(name, {})),
         on_disk=None if plan is None else plan.on_disk, unsharded=SHARDED if plan is None else plan.unsharded,
     )  # fmt: skip
+    if plan is not None:
+        spec = replace(spec, copied_layers=plan.copied_layers)
     if trainer.has_own_loop:
         spec = replace(spec, micro_batches=None)
     ledger.offloads |= spec.copies_weights

@@ -19,8 +19,8 @@ from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.shared_memory import ProgressCounters
 from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.layer_hooks import Layers, LayerSlots
 from aliquot.engines.host.shared_weights import SharedWeights, Weight
-from aliquot.engines.host.streamed_layers import LayerHooks, Layers
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.windows import paged
 from aliquot.tensor_io.code_sizes import code_bytes, scale_count
@@ -78,7 +78,7 @@ class CompressedRange:
         self._scales[first // self._unit :][: len(scales)].copy_(scales)
 
 
-class CompressedLayers(LayerHooks):
+class CompressedLayers(LayerSlots):
     """The compressed weights of all layers, and the hooks that decode a layer when it is used."""
 
     def __init__(
@@ -95,7 +95,7 @@ class CompressedLayers(LayerHooks):
         `shared` has the buffers for decoded weights. `serve` is called while this rank waits for other ranks, because
         they may wait until this rank reads its ring buffer.
         """
-        super().__init__([module for module, _ in layers])
+        super().__init__([module for module, _ in layers], _BUFFERS)
         assert spec.base != "bf16"
         self._serve = serve
         self._peers = hosts.peers
@@ -122,8 +122,7 @@ class CompressedLayers(LayerHooks):
         self._parts = (first, first + 1)
         self._shared = shared
         self._progress = ProgressCounters(self._peers, 2)
-        self._resident, self._last_use = [-1] * _BUFFERS, [0] * _BUFFERS  # of each buffer
-        self._current = -1
+        self._last_use = [0] * _BUFFERS  # of each buffer
         self._uses = self._decoded = 0
 
     def shard(self, index: int, start: int) -> CompressedRange:
@@ -141,23 +140,21 @@ class CompressedLayers(LayerHooks):
         if self._peers.index == 0:
             self._scales_memory.release_pages(0, self._scales_memory.size_bytes)
         self._peers.barrier()
-        self._resident, self._current = [-1] * _BUFFERS, -1
+        self._layer_in, self._current = [-1] * _BUFFERS, -1
 
-    def _use(self, layer: int) -> None:
-        if layer == self._current:
-            return
+    def _end_use(self) -> None:
+        if self._current >= 0:
+            self._last_use[self._current % _BUFFERS] = self._uses
         self._uses += 1
         self._progress.publish(self._uses, _USED)  # tells other ranks that earlier uses are over
-        self._current, buffer = layer, layer % _BUFFERS
-        if self._resident[buffer] != layer:
-            # All ranks must have begun another use after the last use of this buffer.
-            self._progress.wait(self._last_use[buffer] + 1, _USED, self._serve)
-            for index in self._layers[layer]:
-                codes, out = self._copies[index][0], self._shared.view(index).view(-1)
-                edges = [out.numel() // codes.unit * part // self._members * codes.unit for part in self._parts]
-                codes.decode(edges[0], out[slice(*edges)])
-            self._decoded += 1
-            self._progress.publish(self._decoded, _DECODED)
-            self._progress.wait(self._decoded, _DECODED, self._serve)
-            self._resident[buffer] = layer
-        self._last_use[buffer] = self._uses
+
+    def _fill(self, layer: int, slot: int, before: int) -> None:
+        # All ranks must have begun another use after the last use of this buffer.
+        self._progress.wait(self._last_use[slot] + 1, _USED, self._serve)
+        for index in self._layers[layer]:
+            codes, out = self._copies[index][0], self._shared.view(index).view(-1)
+            edges = [out.numel() // codes.unit * part // self._members * codes.unit for part in self._parts]
+            codes.decode(edges[0], out[slice(*edges)])
+        self._decoded += 1
+        self._progress.publish(self._decoded, _DECODED)
+        self._progress.wait(self._decoded, _DECODED, self._serve)

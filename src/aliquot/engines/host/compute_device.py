@@ -5,11 +5,14 @@ too. Between host memory and the GPU, a rank copies only:
 
 1. Updated weights, once per optimizer step. The copy of a layer begins when the forward pass is about to launch the
    layer's kernels. Python launches kernels ahead of the GPU, so that the copy overlaps with earlier layers.
-2. Gradients, once per micro-batch. The copy of a gradient begins when the backward pass has computed it. The rank adds
+2. Weights of copied layers, if the GPU has no room for all layers. These layers share a few slots, and each forward and
+   backward pass copies them again. A copy into a slot waits until the slot's previous layer has been computed. The last
+   layers of a forward pass are still in the slots when the backward pass begins, and so are the first layers after it.
+3. Gradients, once per micro-batch. The copy of a gradient begins when the backward pass has computed it. The rank adds
    the gradient to the sums while the GPU computes earlier layers.
 
 Tests use the CPU as the device. Its copies of gradients are made as late as possible, so that code which does not wait
-for a copy reads uninitialized memory.
+for a copy reads uninitialized memory. Tests delay copies of weights in a thread.
 """
 
 from __future__ import annotations
@@ -21,31 +24,56 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.host_memory import IN_FLIGHT_BYTES
+from aliquot.engines.host.host_memory import COPY_SLOTS, IN_FLIGHT_BYTES
+from aliquot.engines.host.layer_hooks import Layers, LayerSlots
 from aliquot.engines.host.shared_weights import SharedWeights, Weight
-from aliquot.machine.device_copies import Download, copy_stream, pin, unpin
+from aliquot.machine.device_copies import Download, Uploads, copy_stream, pin, unpin
 from aliquot.models.structure import replace_tensors
 from aliquot.nn.head_loss import GradientRows
 
 
-class DeviceWeights:
-    """The weights on the device, which follow the weights in shared memory."""
+class DeviceWeights(LayerSlots):
+    """The weights on the device, which follow the weights in shared memory. Copied layers share COPY_SLOTS slots."""
 
-    def __init__(self, shared: SharedWeights, device: torch.device) -> None:
-        """Allocate the weights on the device, uninitialized. Raises DeviceError."""
+    def __init__(self, shared: SharedWeights, device: torch.device, copied: Layers = ()) -> None:
+        """Allocate the weights on the device, uninitialized. Raises DeviceError.
+
+        `copied`: the layers whose weights are on the device only around each use.
+        """
+        slots = min(COPY_SLOTS, len(copied))
+        super().__init__([module for module, _ in copied], slots)
         self._host = shared.views()
-        self.tensors = [torch.empty_like(values, device=device) for values in self._host]
+        self._layers = [indices for _, indices in copied]
+        self._in_slots = frozenset(index for indices in self._layers for index in indices)
+        sizes = [sum(align(self._host[index].nbytes) for index in indices) for indices in self._layers]
+        buffers = [torch.empty(max(sizes[slot::slots]), dtype=torch.uint8, device=device) for slot in range(slots)]
+        tensors: dict[int, Tensor] = {}
+        for layer, indices in enumerate(self._layers):
+            at = 0
+            for index in indices:
+                memory = buffers[layer % slots][at : at + self._host[index].nbytes]
+                tensors[index] = memory.view(self._host[index].dtype).view(self._host[index].shape)
+                at += align(memory.nbytes)
+        resident = {
+            index: torch.empty_like(values, device=device)
+            for index, values in enumerate(self._host)
+            if index not in self._in_slots
+        }
+        self.tensors = [(resident | tensors)[index] for index in range(len(self._host))]
+        self.size_bytes = sum(memory.nbytes for memory in (*buffers, *resident.values()))
+        self.copied_bytes = 0
+        # Without version counters, because copies may replace a weight that autograd has saved: the copies before its
+        # backward pass restore it.
+        self._targets = [values.data for values in self.tensors]
         self._outdated = set(range(len(self.tensors)))
+        self._ends: list[torch.cuda.Event | None] = [None] * slots  # of the last use of each slot
         self._device = device
-        self._stream = copy_stream(device)
-        self._pinned = shared.memory if self._stream is not None else None
+        self._uploads = Uploads(device)
+        self._pinned = shared.memory if device.type == "cuda" else None
         if self._pinned is not None:
             pin(self._pinned)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(values.nbytes for values in self.tensors)
 
     def place_buffers(self, model: nn.Module) -> None:
         """Move the buffers of the model to the device."""
@@ -54,25 +82,56 @@ class DeviceWeights:
     def outdate(self, indices: Iterable[int]) -> None:
         """Note that these weights change in shared memory. Kernels that were launched before still use the old ones."""
         self._outdated.update(indices)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._current = -1
+        self._uploads.wait_for_kernels()
 
     def refresh(self, indices: Iterable[int]) -> None:
-        """Copy those of these weights that have changed. Kernels that are launched later wait for the copies."""
-        changed = [index for index in indices if index in self._outdated]
-        if not changed:
-            return
-        self._outdated.difference_update(changed)
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            for index in changed:
-                self.tensors[index].copy_(self._host[index], non_blocking=True)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        """Copy those of these weights that have changed. Kernels that are launched later wait for the copies.
+
+        Weights of copied layers are copied when a layer is used.
+        """
+        if self._copy([index for index in indices if index not in self._in_slots]):
+            self._uploads.wait_for_copies()
+
+    def pass_through(self) -> None:
+        """Do nothing: other ranks do not need the weights on this device."""
 
     def close(self) -> None:
+        super().close()
         if self._pinned is not None:
             torch.cuda.synchronize(self._device)
             unpin(self._pinned)
+
+    def _use(self, layer: int) -> None:
+        super()._use(layer)
+        self._uploads.wait_for_copies()
+
+    def _use_in_backward(self, layer: int) -> None:
+        self._use(layer)
+        # Begin the next copy now, because Python may wait for gradients of this layer before it launches the next one.
+        if layer and self._has_backward[layer - 1]:
+            self._fetch(layer - 1)
+
+    def _end_use(self) -> None:
+        if self._current >= 0:
+            self._ends[self._current % len(self._ends)] = self._uploads.mark()
+
+    def _fetch(self, layer: int) -> None:
+        super()._fetch(layer)
+        self._copy(self._layers[layer], self._ends[layer % len(self._ends)])
+
+    def _fill(self, layer: int, slot: int, before: int) -> None:
+        if before >= 0:
+            self._outdated.update(self._layers[before])
+
+    def _copy(self, indices: Sequence[int], after: torch.cuda.Event | None = None) -> bool:
+        """Begin to copy those of these weights that have changed. Return whether there are any."""
+        changed = [index for index in indices if index in self._outdated]
+        self._outdated.difference_update(changed)
+        if changed:
+            self._uploads.begin([(self._targets[index], self._host[index]) for index in changed], after)
+            self.copied_bytes += sum(self._host[index].nbytes for index in changed)
+        return bool(changed)
 
 
 class DeviceGradients:

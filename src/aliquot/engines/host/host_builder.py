@@ -29,6 +29,7 @@ from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, StateFormat
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
+from aliquot.engines.host.layer_hooks import spread_layers
 from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight, place
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
@@ -61,8 +62,11 @@ class HostComponents:
         self.shared = shared = SharedWeights(
             hosts, weights, not streamed_layers, [indices for _, indices in compressed_layers]
         )
-        # With a GPU: its copy of the weights.
-        self.device_weights = device_weights = DeviceWeights(shared, device) if spec.copies_weights else None
+        self.device_weights = device_weights = None  # with a GPU: its copy of the weights
+        if spec.copies_weights:
+            indices = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+            copied = spread_layers(model, spec.copied_layers if spec.packs else 0, indices)
+            self.device_weights = device_weights = DeviceWeights(shared, device, copied)
         if device_weights is None:
             place(model, weights, shared.views())
         else:

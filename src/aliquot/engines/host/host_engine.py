@@ -40,7 +40,7 @@ from aliquot.engines.base import Counters, EngineSpec, StepResult
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import HostComponents, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.streamed_layers import Layers
+from aliquot.engines.host.layer_hooks import LayerHooks, Layers
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import compile_or_copy
 from aliquot.machine.cpu import numa_nodes
@@ -80,9 +80,11 @@ class HostEngine(ModelEngine):
             *self._gradient_hooks(),
             *(self._layer_hooks(self._components.forward_order.layers) if spec.packs else ()),
         ]
-        self._layers_in_use = [
+        self._absent = [
             layers for layers in (self._components.streamed, self._components.compressed) if layers is not None
         ]
+        on_device = self._components.device_weights
+        self._layers_in_use: Sequence[LayerHooks] = self._absent if on_device is None else [on_device]
         for layers in self._layers_in_use:
             layers.attach()
         # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
@@ -157,7 +159,7 @@ class HostEngine(ModelEngine):
             parts.device_weights.outdate(parts.forward_order.all)
             parts.device_weights.refresh(parts.forward_order.all)
         parts.gradients.check()
-        parts.shared.check_published(self._rank, {index for layers in self._layers_in_use for index in layers.weights})
+        parts.shared.check_published(self._rank, {index for layers in self._absent for index in layers.weights})
 
     def resume_at(self, steps: int) -> None:
         self._components.optimizer.steps = self._steps = steps
@@ -338,8 +340,6 @@ class HostEngine(ModelEngine):
             layers.close()
         if self._components.disk is not None:
             self._components.disk.scratch.close()
-        if self._components.device_weights is not None:
-            self._components.device_weights.close()
         # A rank that still waits for weights would take the end of a connection for the end of another rank.
         self._hosts.peers.barrier()
         self._hosts.peers.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import batch_size, micro_batch_tokens
@@ -24,6 +25,7 @@ from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes
 RING_BYTES = 64 << 20
 _PIECE_BYTES = 8 << 20
 RESIDENT_LAYERS = 3  # streamed layers in memory: one computes, one is read, another rank still uses the third
+COPY_SLOTS = 3  # copied layers on a GPU: one computes, one is being copied, the copy of a third may begin early
 EXCHANGE_BYTES = 128 << 20  # see exchange_bytes()
 # A message between hosts ends at this many bytes of gradient sums or uncompressed weights. Network and CPU need about
 # as long for these bytes as the CPU needs for a message of any length.
@@ -110,16 +112,39 @@ def decoding_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> 
     return elements * _DECODED_BYTES[config.adapter.base] / ranks_per_numa_node
 
 
-def device_memory(config: RunConfig, shape: ModelShape) -> RankMemory:
-    """Return the GPU memory of a rank with engine host: a copy of the weights, and gradients that are being copied."""
+def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> RankMemory:
+    """Return the GPU memory of a rank with engine host: a copy of the weights, and gradients that are being copied.
+
+    `copied_layers`: the number of layers that share slots.
+    """
     compute = config.train.compute_itemsize
+    copied = _by_layer(shape, copied_layers, lambda kind: sum(align(compute * numel(item)) for item in kind.weights))
+    slots = sum(max(copied[slot::COPY_SLOTS], default=0) for slot in range(COPY_SLOTS))
     return RankMemory(
-        weights=compute * shape.numel,
+        weights=compute * shape.numel - sum(copied) + slots,
         gradients=_in_flight_bytes(shape, compute),
         gradients_from_start=False,
         moments=0,
         update=0,
     )
+
+
+@dataclass(frozen=True)
+class LayerCopies:
+    """Bytes of copied layers that are copied to a GPU (compute_device.py)."""
+
+    forward: int = 0  # of each micro-batch but the first of a step: the first layers are still in the slots
+    forward_frozen: int = 0  # of the first micro-batch, beside all weights that learn
+    backward: int = 0  # of each micro-batch: the last layers are still in the slots
+    evaluation: int = 0  # of each micro-batch
+
+    @classmethod
+    def planned(cls, config: RunConfig, shape: ModelShape, layers: int) -> Self:
+        itemsize = config.train.compute_itemsize
+        copied = _by_layer(shape, layers, lambda kind: itemsize * sum(map(numel, kind.weights)))
+        frozen = _by_layer(shape, layers, lambda kind: itemsize * sum(map(numel, kind.frozen)))
+        again = sum(copied) if len(copied) > COPY_SLOTS else 0
+        return cls(sum(copied[COPY_SLOTS:]), sum(frozen[COPY_SLOTS:]), sum(copied[:-COPY_SLOTS]), again)
 
 
 def _in_flight_bytes(shape: ModelShape, itemsize: int) -> int:
@@ -230,19 +255,24 @@ def _state_bytes(config: RunConfig, weight: Shape) -> int:
 def _learned(shape: ModelShape, on_disk: OnDisk) -> list[int]:
     """Return the trainable elements on disk of each streamed layer."""
     shapes = {weight for weight, _ in on_disk.states}
-    return _by_layer(shape, on_disk, lambda kind: sum(numel(weight) for weight in kind.learned if weight in shapes))
+    return _by_layer(
+        shape, on_disk.layers, lambda kind: sum(numel(weight) for weight in kind.learned if weight in shapes)
+    )
 
 
 def _frozen(shape: ModelShape, on_disk: OnDisk) -> list[int]:
     """Return the frozen elements on disk of each streamed layer."""
-    return _by_layer(shape, on_disk, lambda kind: sum(numel(item) for item in kind.frozen if item in on_disk.frozen))
+    return _by_layer(
+        shape, on_disk.layers, lambda kind: sum(numel(item) for item in kind.frozen if item in on_disk.frozen)
+    )
 
 
-def _by_layer(shape: ModelShape, on_disk: OnDisk, count: Callable[[LayerKind], int]) -> list[int]:
-    if not on_disk.layers:
+def _by_layer(shape: ModelShape, layers: int, count: Callable[[LayerKind], int]) -> list[int]:
+    """Return `count` of each of `layers` layers, which are evenly spread."""
+    if not layers:
         return []  # return early, because a search over settings calls this function 100,000 times
     counts = {at: elements for kind in shape.kinds for elements in [count(kind)] for at in kind.positions}
-    return [counts[at] for at in streamed_layers(shape.layers, on_disk.layers)]
+    return [counts[at] for at in streamed_layers(shape.layers, layers)]
 
 
 def _streamed_numel(shape: ModelShape, on_disk: OnDisk) -> int:

@@ -9,31 +9,26 @@ released when all ranks use another layer.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.distributed.collectives.shared_memory import POLL_S, ProgressCounters
 from aliquot.engines.base import EngineSpec
-from aliquot.engines.engine_plan import first_of, streamed_layers
+from aliquot.engines.engine_plan import first_of
 from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_memory import RESIDENT_LAYERS
+from aliquot.engines.host.layer_hooks import LayerHooks, Layers, spread_layers
 from aliquot.engines.host.shared_weights import WeightShard
-from aliquot.models.structure import decoder_layers
 from aliquot.offload.scratch_file import Move, ScratchStream
 from aliquot.offload.windows import paged
 
 _READ, _USED = 0, 1  # counters of a rank: finished reads of layers, and started uses of layers
-
-
-Layers = Sequence[tuple[nn.Module, Sequence[int]]]  # the module of a layer, and indices of some of its weights
 
 
 def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
@@ -57,11 +52,7 @@ def choose_streamed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> 
         at for at, weight in enumerate(parameters)
         if shapes[at] is None and weight.shape in spec.on_disk.frozen and names[at] not in spec.exact
     ]  # fmt: skip
-    layers = decoder_layers(model)
-    users = Counter(id(parameter) for layer in layers for parameter in set(layer.parameters()))
-    index = {id(parameters[at]): at for at in on_disk if users[id(parameters[at])] == 1}
-    chosen = [layers[at] for at in streamed_layers(len(layers), spec.on_disk.layers)]
-    return [(layer, [index[id(weight)] for weight in layer.parameters() if id(weight) in index]) for layer in chosen]
+    return spread_layers(model, spec.on_disk.layers, {id(parameters[at]): at for at in on_disk})
 
 
 @dataclass
@@ -70,43 +61,6 @@ class _Resident:
 
     reading: int  # the number of the read that loads the layer, counted from 1
     last_use: int
-
-
-class LayerHooks:
-    """Calls `_use` with the number of a layer before each use. All ranks of a host use layers in the same order."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._hooks: list[RemovableHandle] = []
-
-    def _use(self, layer: int) -> None:
-        """Get the weights of a layer ready."""
-        raise NotImplementedError
-
-    def attach(self) -> None:
-        """Register the layers' hooks. Hooks that wait for updated weights must be registered earlier, to run first."""
-        self._hooks = [hook for layer, module in enumerate(self._modules) for hook in self._register(layer, module)]
-
-    def pass_through(self) -> None:
-        """Use the layers like a forward pass, on a rank without a micro-batch, because other ranks need its ranges."""
-        for layer in range(len(self._modules)):
-            self._use(layer)
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _register(self, layer: int, module: nn.Module) -> list[RemovableHandle]:
-        def before(*_: Any) -> None:
-            self._use(layer)
-
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if isinstance(hidden, Tensor) and hidden.requires_grad:
-                # The layer's backward pass begins when the gradient of its output is known.
-                hidden.register_hook(before)  # type: ignore[no-untyped-call]
-
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 
 class StreamedLayers(LayerHooks):
