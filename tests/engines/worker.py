@@ -37,7 +37,7 @@ from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 from aliquot.engines.host import compute_device, gradient_exchange, host_memory, streamed_layers, weight_publication
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.engines.host.shared_weights import WeightShard
-from aliquot.machine.device_copies import Uploads
+from aliquot.machine.device_copies import Fill, Uploads
 from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import Published, PublishedParts
@@ -99,6 +99,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     if setup.on_disk != "nothing":
         ScratchFile._move = late(ScratchFile._move, rank, 0.02)  # type: ignore[method-assign]
     if setup.copies:
+        compute_device.COPY_SLOTS = 2 if "nf4" in case.name else host_memory.COPY_SLOTS  # for three layers
         copy_late(rank)
     if setup.like_gpu:
         pretend_to_pin()
@@ -187,15 +188,15 @@ def copy_late(rank: int) -> None:
     draw, thread = random.Random(rank), ThreadPoolExecutor(1)
     pending: list[Future[None]] = []
 
-    def copy(pairs: Sequence[tuple[Tensor, Tensor]], delay_s: float) -> None:
+    def copy(copies: Sequence[tuple[Tensor, Fill]], delay_s: float) -> None:
         time.sleep(delay_s)
-        for target, source in pairs:
-            target.copy_(source)
+        for target, fill in copies:
+            fill(target)
 
-    def begin(_: Uploads, pairs: Sequence[tuple[Tensor, Tensor]], after: object = None) -> None:
-        for target, _source in pairs:
+    def begin(_: Uploads, copies: Sequence[tuple[Tensor, Fill]], after: object = None) -> None:
+        for target, _fill in copies:
             target.fill_(float("nan"))
-        pending.append(thread.submit(copy, pairs, draw.choice((0.0, 0.0, 0.003))))
+        pending.append(thread.submit(copy, copies, draw.choice((0.0, 0.0, 0.003))))
 
     def wait(_: Uploads) -> None:
         while pending:

@@ -61,9 +61,7 @@ def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
         " shard.offload: none": shard.offload == "cpu" and host,
         f"shard.offload: disk needs shard.engine: host, not {engine}": shard.offload == "disk" and not host,
         f"{frozen} needs shard.engine: host or fsdp, not deepspeed": deepspeed and freezes,
-        f"adapter.base: {base} needs shard.engine: host on CPU, not {engine} on {device}. Set adapter.base: bf16": base
-        != "bf16"
-        and not (host and device == "cpu"),
+        f"adapter.base: {base} needs shard.engine: host, not {engine}. Set one of the two": base != "bf16" and not host,
         f"adapter.base: {base} keeps frozen weights in memory, and shard.offload: disk streams them in bf16: leave out"
         " one of the two": base != "bf16" and shard.offload == "disk",
         "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which leaves"

@@ -12,6 +12,7 @@ from aliquot.core.errors import DeviceError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Fill = Callable[[Tensor], object]  # begins to fill a tensor on a device from pinned memory
 
 
 def on_this_gpu(work: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -67,13 +68,13 @@ class Uploads:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def begin(self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.cuda.Event | None = None) -> None:
-        """Begin to copy each (target on the device, source in pinned memory), not before the event `after`."""
+    def begin(self, copies: Sequence[tuple[Tensor, Fill]], after: torch.cuda.Event | None = None) -> None:
+        """Begin to call each function with its target on the device, not before the event `after`."""
         if self._stream is not None and after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream), torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            for target, fill in copies:
+                fill(target)
 
     def wait_for_copies(self) -> None:
         """Run kernels that are launched later only after all copies that were begun before."""

@@ -11,6 +11,7 @@ by bit, if it takes the nearest scales, as on a GPU. Its kernel for CPUs stores 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, BaseFormat, scale_count
 
 _CHUNK = 1 << 17  # elements that a thread decodes at a time, so that its fp32 values stay in the cache of a core
+_GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
 _TINY = 1e-38  # the least scale by which bitsandbytes divides
 
 # The quantiles of a normal distribution from which QLoRA's paper builds nf4, as bitsandbytes rounds them.
@@ -53,6 +55,15 @@ _LOWEST_CODES = torch.bucketize(torch.arange(-_CELLS, _CELLS + 1) / _CELLS, _mid
 _NEXT_MIDPOINTS = torch.cat([_midpoints(NF4_VALUES), torch.tensor([torch.inf])])[_LOWEST_CODES.int()]
 
 
+def _chunk(out: Tensor) -> int:
+    return _GPU_CHUNK if out.is_cuda else _CHUNK * torch.get_num_threads()
+
+
+@cache
+def _on(table: Tensor, device: torch.device) -> Tensor:
+    return table.to(device)
+
+
 class Int8Codes:
     """A weight in int8, by row."""
 
@@ -75,7 +86,7 @@ class Int8Codes:
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
-        chunk = max(1, _CHUNK * torch.get_num_threads() // self.unit) * self.unit
+        chunk = max(1, _chunk(out) // self.unit) * self.unit
         for first in range(start, start + out.numel(), chunk):
             target = out[first - start :][:chunk]
             rows = self._codes[first : first + target.numel()].float().view(-1, self.unit)
@@ -117,16 +128,17 @@ class Nf4Codes:
 
     def decode(self, start: int, out: Tensor) -> None:
         scales = self._decode_scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK)
-        chunk = _CHUNK * torch.get_num_threads()
+        chunk, pairs_table = _chunk(out), _on(_PAIRS, out.device)
         for at in range(0, out.numel(), chunk):
             target = out[at : at + chunk]
             pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2].int()
-            blocks = _PAIRS.index_select(0, pairs).view(torch.float32).view(-1, NF4_BLOCK)
+            blocks = pairs_table.index_select(0, pairs).view(torch.float32).view(-1, NF4_BLOCK)
             target.copy_(blocks.mul_(scales[at // NF4_BLOCK :][: len(blocks), None]).view(-1))
 
     def _decode_scales(self, first: int, last: int) -> Tensor:
-        values = SCALE_VALUES.index_select(0, self._scale_codes[first:last].int())
-        groups = torch.arange(first, last, dtype=torch.int32) // SCALE_GROUP
+        device = self._mean.device
+        values = _on(SCALE_VALUES, device).index_select(0, self._scale_codes[first:last].int())
+        groups = torch.arange(first, last, dtype=torch.int32, device=device) // SCALE_GROUP
         return values.mul_(self._group_scales.index_select(0, groups)).add_(self._mean)
 
 

@@ -3,7 +3,7 @@
 There is one compressed copy per NUMA node. Two buffers of a layer's size hold decoded weights: of the layer that
 computes, and of the layer that other ranks may still use. The ranks of a NUMA node divide the decoding of a layer, so
 that each weight is decoded once for all of them. Forward and backward passes each decode a layer once; recomputation
-in the backward pass uses the same decoded weights.
+in the backward pass uses the same decoded weights. A GPU decodes the codes itself (compute_device.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CompressedRange:
 
 
 class CompressedLayers(LayerSlots):
-    """The compressed weights of all layers, and the hooks that decode a layer when it is used."""
+    """The compressed weights of all layers, and the hooks that decode a layer when it is used on CPUs."""
 
     def __init__(
         self,
@@ -105,13 +105,16 @@ class CompressedLayers(LayerSlots):
         code_sizes = [align(code_bytes(spec.base, shape)) for shape in shapes.values()]
         scale_sizes = [align(4 * scale_count(spec.base, shape)) for shape in shapes.values()]
         local, remote = hosts.share_per_numa_node(sum(code_sizes))
-        self.size_bytes = local.size_bytes
+        self.size_bytes, self.base = local.size_bytes, spec.base
+        self.memory = local.tensor(0, (local.size_bytes,), torch.uint8)  # this NUMA node's codes
+        self.codes: dict[int, Tensor] = {}  # by weight, slices of `memory`
         self._scales_memory = self._peers.share(paged(sum(scale_sizes)) if self._peers.index == 0 else 0)[0]
         self._copies: dict[int, list[Codes]] = {}
         self._scales: dict[int, Tensor] = {}
         offsets = zip(accumulate(code_sizes, initial=0), accumulate(scale_sizes, initial=0), strict=True)
         for (index, shape), (offset, scales_offset) in zip(shapes.items(), offsets, strict=False):
             places = offset, (code_bytes(spec.base, shape),), torch.uint8
+            self.codes[index] = local.tensor(*places)
             self._copies[index] = [codes_in(memory.tensor(*places), spec.base, shape) for memory in (local, *remote)]
             self._scales[index] = self._scales_memory.tensor(
                 scales_offset, (scale_count(spec.base, shape),), torch.float32

@@ -25,13 +25,15 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.distributed.collectives.buffer_sizes import align
+from aliquot.engines.host.compressed_layers import CompressedLayers
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_memory import COPY_SLOTS, IN_FLIGHT_BYTES
 from aliquot.engines.host.layer_hooks import Layers, LayerSlots
 from aliquot.engines.host.shared_weights import SharedWeights, Weight
-from aliquot.machine.device_copies import Download, Uploads, copy_stream, pin, unpin
+from aliquot.machine.device_copies import Download, Fill, Uploads, copy_stream, pin, unpin
 from aliquot.models.structure import replace_tensors
 from aliquot.nn.head_loss import GradientRows
+from aliquot.tensor_io.weight_codes import Codes, codes_in
 
 
 class DeviceWeights(LayerSlots):
@@ -64,6 +66,8 @@ class DeviceWeights(LayerSlots):
         self.tensors = [(resident | tensors)[index] for index in range(len(self._host))]
         self.size_bytes = sum(memory.nbytes for memory in (*buffers, *resident.values()))
         self.copied_bytes = 0
+        self._sizes = [values.nbytes for values in self._host]  # of copies
+        self._fills: list[Fill] = [partial(_copy, values) for values in self._host]
         # Without version counters, because copies may replace a weight that autograd has saved: the copies before its
         # backward pass restore it.
         self._targets = [values.data for values in self.tensors]
@@ -71,9 +75,25 @@ class DeviceWeights(LayerSlots):
         self._ends: list[torch.cuda.Event | None] = [None] * slots  # of the last use of each slot
         self._device = device
         self._uploads = Uploads(device)
-        self._pinned = shared.memory if device.type == "cuda" else None
-        if self._pinned is not None:
-            pin(self._pinned)
+        self._pinned: list[Tensor] = []
+        self._pin(shared.memory)
+
+    def decode(self, compressed: CompressedLayers) -> None:
+        """Copy compressed weights in their codes, which the device decodes."""
+        buffer = torch.empty(max(codes.nbytes for codes in compressed.codes.values()), dtype=torch.uint8)
+        buffer = buffer.to(self._device)
+        self.size_bytes += buffer.nbytes
+        self._pin(compressed.memory)
+        for index, codes in compressed.codes.items():
+            place = buffer[: codes.nbytes]
+            on_device = codes_in(place, compressed.base, tuple(self._host[index].shape))
+            self._sizes[index] = codes.nbytes
+            self._fills[index] = partial(_copy_and_decode, codes, place, on_device)
+
+    def _pin(self, memory: Tensor) -> None:
+        if self._device.type == "cuda":
+            pin(memory)
+            self._pinned.append(memory)
 
     def place_buffers(self, model: nn.Module) -> None:
         """Move the buffers of the model to the device."""
@@ -98,9 +118,10 @@ class DeviceWeights(LayerSlots):
 
     def close(self) -> None:
         super().close()
-        if self._pinned is not None:
+        if self._pinned:
             torch.cuda.synchronize(self._device)
-            unpin(self._pinned)
+        for memory in self._pinned:
+            unpin(memory)
 
     def _use(self, layer: int) -> None:
         super()._use(layer)
@@ -129,9 +150,18 @@ class DeviceWeights(LayerSlots):
         changed = [index for index in indices if index in self._outdated]
         self._outdated.difference_update(changed)
         if changed:
-            self._uploads.begin([(self._targets[index], self._host[index]) for index in changed], after)
-            self.copied_bytes += sum(self._host[index].nbytes for index in changed)
+            self._uploads.begin([(self._targets[index], self._fills[index]) for index in changed], after)
+            self.copied_bytes += sum(self._sizes[index] for index in changed)
         return bool(changed)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _copy_and_decode(codes: Tensor, place: Tensor, on_device: Codes, target: Tensor) -> None:
+    place.copy_(codes, non_blocking=True)
+    on_device.decode(0, target.view(-1))
 
 
 class DeviceGradients:

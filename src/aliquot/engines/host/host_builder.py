@@ -101,6 +101,8 @@ class HostComponents:
         self.compressed: CompressedLayers | None = None
         if compressed_layers:
             self.compressed = CompressedLayers(hosts, spec, weights, compressed_layers, shared, serve)
+            if device_weights is not None:
+                device_weights.decode(self.compressed)
         shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
         self.states = HostStates(shards, self.sums, states, self.disk, streamed, spec.compile == "layers")
         if self.compressed is not None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from operator import add
+from typing import Literal, Self
 
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import batch_size, micro_batch_tokens
@@ -95,9 +97,9 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
 
 def saved_by_compression(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes by which an adapter's base in 4 or 8 bits is smaller, with its buffers for decoded layers."""
-    if config.adapter is None or config.adapter.base == "bf16":
+    base, compute = _base(config), config.train.compute_itemsize
+    if base == "bf16":
         return 0
-    base, compute = config.adapter.base, config.train.compute_itemsize
     decoded = [compute * sum(map(numel, kind.compressed)) for kind in shape.kinds for _ in kind.positions]
     codes = sum(code_bytes(base, weight) * len(kind.positions) for kind in shape.kinds for weight in kind.compressed)
     return sum(decoded) - codes - 2 * max(decoded)
@@ -105,11 +107,12 @@ def saved_by_compression(config: RunConfig, shape: ModelShape) -> int:
 
 def decoding_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> float:
     """Return the memory traffic that takes a rank as long as to decode its share of all layers once."""
-    if config.adapter is None or config.adapter.base == "bf16":
+    base = _base(config)
+    if base == "bf16":
         return 0.0
     elements = sum(sum(map(numel, kind.compressed)) * len(kind.positions) for kind in shape.kinds)
     ranks_per_numa_node = layout.ranks_per_node / min(layout.numa_nodes, layout.ranks_per_node)
-    return elements * _DECODED_BYTES[config.adapter.base] / ranks_per_numa_node
+    return elements * _DECODED_BYTES[base] / ranks_per_numa_node
 
 
 def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> RankMemory:
@@ -117,11 +120,12 @@ def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> R
 
     `copied_layers`: the number of layers that share slots.
     """
-    compute = config.train.compute_itemsize
+    compute, base = config.train.compute_itemsize, _base(config)
     copied = _by_layer(shape, copied_layers, lambda kind: sum(align(compute * numel(item)) for item in kind.weights))
     slots = sum(max(copied[slot::COPY_SLOTS], default=0) for slot in range(COPY_SLOTS))
+    codes = 0 if base == "bf16" else max(code_bytes(base, weight) for kind in shape.kinds for weight in kind.compressed)
     return RankMemory(
-        weights=compute * shape.numel - sum(copied) + slots,
+        weights=compute * shape.numel - sum(copied) + slots + codes,
         gradients=_in_flight_bytes(shape, compute),
         gradients_from_start=False,
         moments=0,
@@ -141,10 +145,24 @@ class LayerCopies:
     @classmethod
     def planned(cls, config: RunConfig, shape: ModelShape, layers: int) -> Self:
         itemsize = config.train.compute_itemsize
-        copied = _by_layer(shape, layers, lambda kind: itemsize * sum(map(numel, kind.weights)))
-        frozen = _by_layer(shape, layers, lambda kind: itemsize * sum(map(numel, kind.frozen)))
+        learned = _by_layer(shape, layers, lambda kind: itemsize * sum(map(numel, kind.learned)))
+        frozen = _by_layer(shape, layers, partial(_frozen_bytes, config))
+        copied = list(map(add, learned, frozen))
         again = sum(copied) if len(copied) > COPY_SLOTS else 0
         return cls(sum(copied[COPY_SLOTS:]), sum(frozen[COPY_SLOTS:]), sum(copied[:-COPY_SLOTS]), again)
+
+
+def _frozen_bytes(config: RunConfig, kind: LayerKind) -> int:
+    """Return the bytes of the frozen weights of a layer in host memory, some of them compressed."""
+    itemsize, base = config.train.compute_itemsize, _base(config)
+    whole = itemsize * sum(map(numel, kind.frozen))
+    if base == "bf16":
+        return whole
+    return whole - sum(itemsize * numel(weight) - code_bytes(base, weight) for weight in kind.compressed)
+
+
+def _base(config: RunConfig) -> Literal["bf16", "int8", "nf4"]:
+    return "bf16" if config.adapter is None else config.adapter.base
 
 
 def _in_flight_bytes(shape: ModelShape, itemsize: int) -> int:
