@@ -374,6 +374,10 @@ def targets(rows: list[Row]) -> list[Target]:
     of_precision = [
         one("speed", "8b-width", "tokens_per_s", who, documents="packed") for who in ("aliquot, fp8", "aliquot")
     ]
+    of_placement = [
+        one("speed", "8b-width", "tokens_per_s", f"aliquot, {who}", documents="packed", of_step=4)
+        for who in ("copied layers", "engine host")
+    ]
     return [
         target("gpu_mfu_1b", one("speed", "1b", "mfu", documents="packed"), 0.72, "higher"),
         target("gpu_mfu_1b_four_rows", one("speed", "1b", "mfu", documents="packed", of_step=4), 0.76, "higher"),
@@ -382,6 +386,7 @@ def targets(rows: list[Row]) -> list[Target]:
         target("gpu_packed_of_full", of_full("1b"), 0.95, "higher"),
         target("gpu_load_8b", ratio(seconds["transformers"], seconds["aliquot"]), 1.5, "higher"),
         target("gpu_fp8", ratio(*of_precision), 1.3, "higher"),
+        target("gpu_copied_layers", ratio(*of_placement), 0.9, "higher"),
         target("gpu_memory_error", worst[0], 0.05, "lower"),
         target("gpu_time_error", worst[1], 0.12, "lower"),
     ]

@@ -88,6 +88,8 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("load", gpu("load", large), 90, 240),
         Part("offload", speed("aliquot, offloaded", rows=4)),
         Part("engine host", speed("aliquot, engine host", rows=4)),
+        Part("engine host, width of 8 B", speed("aliquot, engine host", wide, rows=4), 90, 120),
+        Part("copied layers, width of 8 B", speed("aliquot, copied layers", wide, rows=4), 90, 120),
         Part("CPU step", cpu("step", "--shapes", small, "--rounds", "1", "--only", STEPS), 90, 180, no_amx),
         Part("CPU parts", cpu("parts"), 40, 90, no_amx),
         Part("CPU attention", cpu("attention"), 40, 120, no_amx),

@@ -69,6 +69,11 @@ def host(config: Mapping[str, Any], work: Work, device: str, offload: bool, reco
     _aliquot("host", config, work, device, False, recompute, between)
 
 
+def copied(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
+    """Train with engine host on a GPU that has room for three layers: the others cross PCIe for each use."""
+    _aliquot("copied", config, work, device, False, recompute, between)
+
+
 def in_fp8(config: Mapping[str, Any], work: Work, device: str, offload: bool, recompute: str, between: Between) -> None:
     """Train with train.fp8."""
     _aliquot("fp8", config, work, device, False, recompute, between)
@@ -82,14 +87,15 @@ def _aliquot(
 
     settings = {
         "offload": offload and device == "cuda",
-        "copies_weights": engine == "host",
+        "copies_weights": engine in ("host", "copied"),
+        "copied_layers": config["num_hidden_layers"] if engine == "copied" else 0,
         "fp8": engine == "fp8",
         "gradient_checkpointing": recompute,
         "compile": "layers" if device == "cuda" else "none",
         "unsharded": Unsharded(weights=not offload, gradients=not offload and work.rows > 1),
     }
     topology = Topology(0, 1, 0, 1, 0, 1, device, torch.get_num_threads(), ())  # type: ignore[arg-type]
-    name = "single_gpu" if engine == "fp8" else engine
+    name = {"fp8": "single_gpu", "copied": "host"}.get(engine, engine)
     _until_told(aliquot_steps(name, config, work, topology, settings), between)
 
 
@@ -200,6 +206,7 @@ CONTESTANTS: dict[str, Callable[..., None]] = {
     "aliquot, sharded": sharded,
     "aliquot, offloaded": offloaded,
     "aliquot, engine host": host,
+    "aliquot, copied layers": copied,
     "FSDP2 + flex_attention": fsdp2,
     "HF Trainer": trainer,
     "DeepSpeed ZeRO-3": zero3,

@@ -69,11 +69,11 @@ def decoded(values: Tensor, base: BaseFormat) -> Tensor:
     return result.view(values.shape)
 
 
-def save_llama(directory: Path) -> None:
+def save_llama(directory: Path, layers: int = 2) -> None:
     """Save a small Llama with fixed weights, large enough that its predictions differ."""
     torch.manual_seed(2)
     config = AutoConfig.for_model(
-        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=2, num_attention_heads=4,
+        "llama", vocab_size=300, hidden_size=32, intermediate_size=50, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)

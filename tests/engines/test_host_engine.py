@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.cases import CASES, EngineSetup
+from aliquot.engines.host.host_memory import LayerCopies, device_memory
+from aliquot.models.shaped_model import shaped_model
+from tests.engines.cases import CASES, SMALL, EngineSetup
 from tests.engines.test_engines import WORKER, Runs, assembled, result
+from tests.planner.shapes import planned_config
 from tests.processes import run_ranks
 
 ON_DISK = ["llama", "llama-bf16", "llama-int8", "qwen2-tied"]
@@ -241,6 +245,21 @@ def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
     """Gemma 2 caps its logits: its own loss is taken, whole."""
     host, fsdp = result(runs[world(HOST)], "gemma2"), result(runs[world(FSDP)], "gemma2")
     assert host == fsdp
+
+
+def test_no_layer_is_copied_more_often_than_planned(runs: Runs[str]) -> None:
+    for name in COPIED:
+        case = CASES[name]
+        adapter = {} if case.adapter is None else {"adapter": {"r": case.adapter.r, "alpha": case.adapter.alpha}}
+        config = planned_config({**SMALL, **case.model}, **adapter)
+        shape, micro_batches = shaped_model(config).shape, 3  # of five sequences and two ranks
+        copies = LayerCopies.planned(config, shape, 5)
+        planned = 2 * shape.learned_numel + copies.forward_frozen
+        planned += (micro_batches - 1) * copies.forward + micro_batches * copies.backward
+        for rank in range(2):
+            done = json.loads((runs[world(SLOTS)] / f"{name}-{rank}-copies.json").read_text())
+            assert {after - before for before, after in pairwise(done["copied"][1:])} == {planned}
+            assert 0 < done["held"] <= device_memory(config, shape, 5).weights < device_memory(config, shape, 0).weights
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ def test_every_part_runs_without_a_gpu(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     told = json.loads(file.read_text())
     assert [row for row in told["rows"] if row.get("note")] == []
-    assert len(told["rows"]) == 7 * 2 + 2 + 1
+    assert len(told["rows"]) == 8 * 2 + 2 + 1
     assert all(row["tokens_per_s"] > 0 for row in told["rows"] if row["part"] == "speed")
     assert all(each["value"] is None for each in told["targets"]), "what a CPU does is no value of a GPU's target"
 
@@ -85,6 +85,8 @@ def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
             ("transformers", 9.0), ("aliquot", 4.5))),
         speed("packed", "aliquot", 20.0, shape="8b-width", mfu=0.75),
         speed("packed", "aliquot, fp8", 24.0, shape="8b-width"),
+        speed("packed", "aliquot, engine host", 10.0, shape="8b-width", rows=4),
+        speed("packed", "aliquot, copied layers", 9.5, shape="8b-width", rows=4),
         {"part": "plan", "device": "cuda", "shape": "1b", "who": "aliquot", "memory_error": 0.04, "time_error": 0.2},
         {"part": "plan", "device": "cuda", "shape": "125m", "who": "aliquot", "note": "failed"},
     ]  # fmt: skip
@@ -93,5 +95,6 @@ def test_targets_are_ratios_of_the_rows_that_they_name() -> None:
         "gpu_mfu_1b": (0.71, False), "gpu_mfu_1b_four_rows": (0.7, False), "gpu_mfu_8b_width": (0.75, False),
         "gpu_speedup": (1.5, True),
         "gpu_packed_of_full": (0.96, True), "gpu_load_8b": (2.0, True), "gpu_fp8": (1.2, False),
+        "gpu_copied_layers": (0.95, True),
         "gpu_memory_error": (0.04, True), "gpu_time_error": (0.2, False),
     }  # fmt: skip

@@ -13,7 +13,7 @@ from aliquot.config.read_config import read_config
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
-from aliquot.engines.host.host_memory import RING_BYTES
+from aliquot.engines.host.host_memory import COPY_SLOTS, RING_BYTES
 from aliquot.observe.ledger import PHASES
 from aliquot.planner import fit_check, planned_model
 from aliquot.planner.advice import _plans, _series
@@ -127,7 +127,7 @@ def test_every_gpu_of_the_catalogue_has_its_data_sheet() -> None:
     names = {each.gpu_name for each in instances() if each.gpus}
     assert {name: known_gpu(name) for name in names if known_gpu(name) is None} == {}
     assert known_gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition") == "rtxpro6000"
-    assert known_gpu("NVIDIA H100 80GB HBM3") == "h100" and known_gpu("NVIDIA GeForce RTX 4090") is None
+    assert known_gpu("NVIDIA H100 80GB HBM3") == "h100" and known_gpu("NVIDIA GeForce RTX 4090") == "rtx4090"
 
 
 def test_unknown_gpu_is_named() -> None:
@@ -214,6 +214,24 @@ def test_engine_host_has_states_in_host_memory_and_weights_on_the_gpu() -> None:
     assert of(made, "process start") == {"process": CONTEXT_BYTES} and made.shm_bytes_per_node == 0  # no NCCL
     frugal = planned(2, shard={"engine": "host"}, train={"optimizer_states": "int8"})
     assert of(frugal, "steady peak", host=True)["moments"] < 0.3 * on_host["moments"]
+
+
+def test_layers_are_copied_for_each_use_if_the_gpu_is_too_small() -> None:
+    """As many layers as needed; the engine is not chosen for that by itself."""
+    layers, shard = WIDE["num_hidden_layers"], {"engine": "host"}
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, shard=shard, train={"global_batch_size": 64})
+    resident = plan(config, MACHINE, 1, 1)
+    assert resident.copied_layers == 0 and resident.copied_words is None
+    counts, steps = [0], [resident.step_s]
+    for less in (0.02, 0.05, 0.1):
+        machine = replace(MACHINE, gpu_memory_bytes=int((1 - less) * resident.peak_bytes_per_rank / (1 - MARGIN)))
+        made = plan(config, machine, 1, 1)
+        assert made.fits and made.peak_bytes_per_rank <= (1 - MARGIN) * made.limit_bytes
+        assert "not yet measured" in (made.copied_words or "")
+        counts.append(made.copied_layers)
+        steps.append(made.step_s)
+    assert counts == sorted(set(counts)) and counts[1] > COPY_SLOTS and counts[-1] <= layers
+    assert steps == sorted(steps)
 
 
 def test_states_go_to_disk_if_host_memory_is_short() -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import EngineSpec
+from aliquot.engines.host.compute_device import DeviceWeights
+from aliquot.engines.host.host_engine import HostEngine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.run.evaluate import evaluate_model
 from tests import plain
@@ -303,6 +308,44 @@ def test_killed_run_has_the_curve_of_an_undisturbed_run(tmp_path: Path) -> None:
         assert curve(directory, metric) == curve(expected, metric)
     for file in (expected / "reference").iterdir():
         assert (directory / "reference" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.long
+def test_layers_that_are_copied_for_each_use_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reference, training, evaluation, resuming and a sample, with the CPU as the second device."""
+    plain.save_llama(tmp_path / "model", layers=5)
+    write_pairs(tmp_path)
+    copied: list[DeviceWeights] = []
+
+    def run(name: str) -> dict[str, list[float]]:
+        file = write(
+            tmp_path, name, {"max_steps": 6, "eval_steps": 2}, checkpoint={"export": True}, shard={"engine": "host"},
+            observe={"sample_prompt": "a ", "console": "plain"},
+        )  # fmt: skip
+        aliquot.train(aliquot.read_config(file))
+        return {metric: list(curve(tmp_path / name, metric).values()) for metric in ("loss", "eval_loss", *METRICS)}
+
+    def build(cls: type[HostEngine], meta: nn.Module, spec: EngineSpec, topology: Topology) -> HostEngine:
+        engine: HostEngine = resident(meta, replace(spec, copies_weights=True, copied_layers=4), topology)
+        assert engine._components.device_weights is not None
+        copied.append(engine._components.device_weights)
+        return engine
+
+    def outcome(name: str) -> tuple[Any, ...]:
+        curves = run(name)
+        words = re.findall("sample.*", capsys.readouterr().out)
+        return curves, words, (tmp_path / name / "export" / "model.safetensors").read_bytes()
+
+    expected, resident = outcome("resident"), HostEngine.build
+    monkeypatch.setattr(HostEngine, "build", classmethod(build))
+    assert outcome("copied") == expected and expected[1]
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "copied" / "checkpoints" / f"step-{step:08}")
+    shutil.rmtree(tmp_path / "copied" / "reference")
+    assert outcome("copied") == expected
+    assert min(weights.copied_bytes for weights in copied[1::2]) > 20 * copied[1].size_bytes
 
 
 @pytest.mark.long

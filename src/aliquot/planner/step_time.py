@@ -174,7 +174,7 @@ def _host_step_time(
     passes = 1.0 if setting.updates_in_one_pass else _UPDATE_PASSES[setting.states]
     update = passes * (6 * setting.held.own_gradients + 2 * setting.held.moments) + disk.update / layout.world_size
     gradients_s, update_s = states_s(2 * staged + summed), states_s(update)
-    decoding_s = micro_batches * states_s(2 * setting.decoded_bytes)  # in the forward and the backward pass
+    decoding_s = micro_batches * rates.states_s(2 * setting.decoded_bytes)  # in the forward and the backward pass
     # Traffic between hosts costs CPU time: gloo and the Linux kernel occupy cores, and ranks verify and add the sums of
     # other hosts and encode patches. Sums are sent during the last backward pass. Updated weights are received during
     # the update and the next forward pass.
@@ -221,6 +221,7 @@ def evaluation_time(
     if layout.device == "cuda":
         copied = batches * setting.held.weights if setting.offloads else 0
         streamed_s = batches * setting.copies.evaluation / rates.pcie_bytes_per_s
+        computing += batches * rates.states_s(setting.decoded_bytes)
         return max(computing, sending, streamed_s) + copied / _offload_rate(setting, rates)
     if setting.engine == "host":
         return computing + batches * rates.states_s(setting.decoded_bytes)

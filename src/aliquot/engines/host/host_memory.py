@@ -43,6 +43,7 @@ _CHANGED_BITS = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.
 # Memory traffic, in bytes per element, that takes a core as long as to decode an element. Measured: 1.0 G elements/s of
 # nf4 and 1.4 of int8 on a core that reads and writes 9 GB/s (Xeon with AMX).
 _DECODED_BYTES: dict[BaseFormat, float] = {"nf4": 9.0, "int8": 6.4}
+_DECODED_BYTES_ON_GPU = 24.0  # per element, read and written by the torch operations that decode; counted, not measured
 TAG_BYTES = 64  # at the start of each piece: its weight and its position in the weight
 
 
@@ -111,6 +112,8 @@ def decoding_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> 
     if base == "bf16":
         return 0.0
     elements = sum(sum(map(numel, kind.compressed)) * len(kind.positions) for kind in shape.kinds)
+    if layout.device == "cuda":
+        return elements * _DECODED_BYTES_ON_GPU
     ranks_per_numa_node = layout.ranks_per_node / min(layout.numa_nodes, layout.ranks_per_node)
     return elements * _DECODED_BYTES[base] / ranks_per_numa_node
 
