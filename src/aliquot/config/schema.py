@@ -58,8 +58,8 @@ _DEEPSPEED_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": 
 class ShardSection(Section):
     engine: Literal["auto", "host", "fsdp", "deepspeed"] = "auto"
     """host: states in host memory, communication between hosts once per step; on CPU weights once per NUMA node in
-    shared memory, on GPUs whole; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3. auto: deepspeed if
-    deepspeed_config is set, else host or fsdp, on CPU by memory, on GPUs by the planned time."""
+    shared memory, on GPUs as many layers as fit; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3. auto:
+    deepspeed if deepspeed_config is set, else host or fsdp, on CPU by memory, on GPUs by the planned time."""
     collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
     """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp, for all-gathers within a host."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -97,7 +97,9 @@ _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "b300": (2250e12, 75e12, 8000e9, 900e9),
 }
 _GPU_REACHED, _GPU_FP32_REACHED, _GPU_MEMORY_REACHED = 0.45, 0.8, 0.7  # assumptions
-_HOPPER_REACHED = 0.75  # 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11)
+# Hopper: 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11). RTX 4090: what a published
+# speed needs (RoundPipe, 3,142 tokens/s of an 8 B model: 142 TFLOP/s without recomputation).
+_REACHED_BY = {"h100": 0.75, "h200": 0.75, "rtx4090": 0.86}
 ASSUMED_NETWORK, _NETWORK_BYTES_PER_S = "10 Gbit/s between hosts assumed", 1.25e9
 OFF_BY, _OFF_BY_UNKNOWN_GPU = 2.5, 10.0  # machines measured after an estimate were up to 2.4 times faster
 _PCIE_PEER_BYTES_PER_S = 20e9  # PCIe 4, among the GPUs of a host without NVLink
@@ -128,10 +130,10 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
     linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
     fp32 = fp32_peak * _GPU_FP32_REACHED
     is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # the data sheet is for SXM modules
-    reached = _HOPPER_REACHED if name in ("h100", "h200") and is_sxm else _GPU_REACHED
+    reached = _REACHED_BY.get(name or "", _GPU_REACHED) if is_sxm else _GPU_REACHED
     bf16 = peak * reached if machine.gpu_has_bf16 else fp32
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
-    sheet += ", which has no bf16" if bf16 == fp32 else ", as one H200 reached" if reached == _HOPPER_REACHED else ""
+    sheet += ", which has no bf16" if bf16 == fp32 else ", as one H200 reached" if reached == 0.75 else ""
     source = f"estimate: {bf16 / peak:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
     off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
     return _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)
