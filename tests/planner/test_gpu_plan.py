@@ -29,7 +29,7 @@ from aliquot.planner.report import summary
 from aliquot.planner.settings_search import Search
 from tests.conftest import REPOSITORY
 from tests.engines.cases import DEEPSEEK, SMALL
-from tests.planner.shapes import LLAMA, planned_config
+from tests.planner.shapes import LLAMA, planned_config, search_on
 
 MACHINE = Machine.from_instance("g6e.12xlarge")  # four GPUs
 WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
@@ -232,6 +232,15 @@ def test_layers_are_copied_for_each_use_if_the_gpu_is_too_small() -> None:
         steps.append(made.step_s)
     assert counts == sorted(set(counts)) and counts[1] > COPY_SLOTS and counts[-1] <= layers
     assert steps == sorted(steps)
+
+
+def test_a_model_that_is_too_large_for_its_gpu_is_pointed_to_engine_host() -> None:
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, shard={"engine": "fsdp"})
+    machine = replace(Machine.from_numbers(64, 16, None), gpus=1, gpu_name="NVIDIA GeForce RTX 4090")
+    machine = replace(machine, gpu_memory_bytes=2 << 30)
+    search = search_on(machine, config, machine.layout(config))
+    assert not search.planner.plan(config, search.layout, search.workload).fits
+    assert "; shard.engine=host (" in search.remedies()
 
 
 def test_states_go_to_disk_if_host_memory_is_short() -> None:
