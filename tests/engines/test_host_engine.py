@@ -251,7 +251,7 @@ def test_no_layer_is_copied_more_often_than_planned(runs: Runs[str]) -> None:
     for name in COPIED:
         case = CASES[name]
         adapter = {} if case.adapter is None else {"adapter": {"r": case.adapter.r, "alpha": case.adapter.alpha}}
-        config = planned_config({**SMALL, **case.model}, **adapter)
+        config = planned_config({**SMALL, **case.model, "max_position_embeddings": 256}, **adapter)
         shape, micro_batches = shaped_model(config).shape, 3  # of five sequences and two ranks
         copies = LayerCopies.planned(config, shape, 5)
         planned = 2 * shape.learned_numel + copies.forward_frozen

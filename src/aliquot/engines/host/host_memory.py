@@ -124,11 +124,12 @@ def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> R
     `copied_layers`: the number of layers that share slots.
     """
     compute, base = config.train.compute_itemsize, _base(config)
-    copied = _by_layer(shape, copied_layers, lambda kind: sum(align(compute * numel(item)) for item in kind.weights))
-    slots = sum(max(copied[slot::COPY_SLOTS], default=0) for slot in range(COPY_SLOTS))
+    copied = compute * sum(_by_layer(shape, copied_layers, lambda kind: sum(map(numel, kind.weights))))
+    padded = _by_layer(shape, copied_layers, lambda kind: sum(align(compute * numel(item)) for item in kind.weights))
+    slots = sum(max(padded[slot::COPY_SLOTS], default=0) for slot in range(COPY_SLOTS))
     codes = 0 if base == "bf16" else max(code_bytes(base, weight) for kind in shape.kinds for weight in kind.compressed)
     return RankMemory(
-        weights=compute * shape.numel - sum(copied) + slots + codes,
+        weights=compute * shape.numel - copied + slots + codes,
         gradients=_in_flight_bytes(shape, compute),
         gradients_from_start=False,
         moments=0,
