@@ -19,8 +19,8 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # data show, of played-back values, of stops within a step, of settings that are `auto`, and of `aliquot init` and
 # `aliquot schema`.
 # src: aliquot.Trainer, its losses and samples took 690, frozen bases of 4 or 8 bits 281, and limits
-# for a slow hub 21.
-BUDGET = {"src": 32_148, "tests": 26_625}
+# for a slow hub 21. Layers that a GPU copies for each use, compressed ones too, took 181, and 117 in tests.
+BUDGET = {"src": 32_329, "tests": 26_742}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100

@@ -247,19 +247,18 @@ def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
     assert host == fsdp
 
 
-def test_no_layer_is_copied_more_often_than_planned(runs: Runs[str]) -> None:
-    for name in COPIED:
-        case = CASES[name]
-        adapter = {} if case.adapter is None else {"adapter": {"r": case.adapter.r, "alpha": case.adapter.alpha}}
-        config = planned_config({**SMALL, **case.model, "max_position_embeddings": 256}, **adapter)
-        shape, micro_batches = shaped_model(config).shape, 3  # of five sequences and two ranks
-        copies = LayerCopies.planned(config, shape, 5)
-        planned = 2 * shape.learned_numel + copies.forward_frozen
-        planned += (micro_batches - 1) * copies.forward + micro_batches * copies.backward
-        for rank in range(2):
-            done = json.loads((runs[world(SLOTS)] / f"{name}-{rank}-copies.json").read_text())
-            assert {after - before for before, after in pairwise(done["copied"][1:])} == {planned}
-            assert 0 < done["held"] <= device_memory(config, shape, 5).weights < device_memory(config, shape, 0).weights
+@pytest.mark.parametrize(("name", "adapter"), [("llama-deep", {}), ("llama-deep-lora", {"r": 5, "alpha": 20})])
+def test_no_layer_is_copied_more_often_than_planned(runs: Runs[str], name: str, adapter: dict[str, int]) -> None:
+    model = {**SMALL, **CASES[name].model, "max_position_embeddings": 256}
+    config = planned_config(model, **({"adapter": adapter} if adapter else {}))
+    shape = shaped_model(config).shape
+    copies = LayerCopies.planned(config, shape, 5)
+    # Five sequences and two ranks: three micro-batches.
+    planned = 2 * shape.learned_numel + copies.forward_frozen + 2 * copies.forward + 3 * copies.backward
+    for rank in range(2):
+        done = json.loads((runs[world(SLOTS)] / f"{name}-{rank}-copies.json").read_text())
+        assert {after - before for before, after in pairwise(done["copied"][1:])} == {planned}
+        assert 0 < done["held"] <= device_memory(config, shape, 5).weights < device_memory(config, shape, 0).weights
 
 
 @pytest.mark.long

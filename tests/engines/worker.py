@@ -141,7 +141,8 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
     write_parts(engine, folder / f"{case.name}-initial-{rank}.safetensors")
     if case.evaluated_first:
         engine.evaluate(cases.micro_batch(cases.documents(99)[0]) if rank == 0 else nothing)
-    losses, norms, copied, places = [], [], [copied_bytes(engine)], set()
+    on_device = engine._components.device_weights if isinstance(engine, HostEngine) else None
+    losses, norms, copied, places = [], [], [0 if on_device is None else on_device.copied_bytes], set()
     for step in range(case.steps):
         documents = case.documents(step, world_size)
         mine = [case.micro_batch(s) for i, s in enumerate(documents) if i % world_size == rank]
@@ -154,7 +155,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
         norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
-        copied.append(copied_bytes(engine))
+        copied.append(0 if on_device is None else on_device.copied_bytes)
         if isinstance(engine, FsdpEngine) and setup.replicas == 1:
             gradients = (shard.parameter.grad for shard in engine._trainable)
             places.add(tuple(None if gradient is None else gradient.to_local().data_ptr() for gradient in gradients))
@@ -176,11 +177,6 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         json.dumps({"copied": copied, "held": engine.counters().gathered_bytes})
     )
     engine.close()
-
-
-def copied_bytes(engine: Engine) -> int:
-    weights = engine._components.device_weights if isinstance(engine, HostEngine) else None
-    return 0 if weights is None else weights.copied_bytes
 
 
 def copy_late(rank: int) -> None:

@@ -33,9 +33,7 @@ from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
 from aliquot.data.prepare import prepare
 from aliquot.data.workload import batch_size
-from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
-from aliquot.engines.host.compute_device import DeviceWeights
 from aliquot.engines.host.host_engine import HostEngine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.run.evaluate import evaluate_model
@@ -317,33 +315,28 @@ def test_layers_that_are_copied_for_each_use_change_no_bit(
     """Reference, training, evaluation, resuming and a sample, with the CPU as the second device."""
     plain.save_llama(tmp_path / "model", layers=5)
     write_pairs(tmp_path)
-    copied: list[DeviceWeights] = []
+    copied: list[Any] = []
 
-    def run(name: str) -> dict[str, list[float]]:
+    def outcome(name: str) -> tuple[Any, ...]:
         file = write(
             tmp_path, name, {"max_steps": 6, "eval_steps": 2}, checkpoint={"export": True}, shard={"engine": "host"},
             observe={"sample_prompt": "a ", "console": "plain"},
         )  # fmt: skip
         aliquot.train(aliquot.read_config(file))
-        return {metric: list(curve(tmp_path / name, metric).values()) for metric in ("loss", "eval_loss", *METRICS)}
+        words = re.findall("sample.*", capsys.readouterr().out)
+        curves = [curve(tmp_path / name, metric) for metric in ("loss", "eval_loss", *METRICS)]
+        return curves, words, (tmp_path / name / "export" / "model.safetensors").read_bytes()
 
-    def build(cls: type[HostEngine], meta: nn.Module, spec: EngineSpec, topology: Topology) -> HostEngine:
+    def build(_: type[HostEngine], meta: nn.Module, spec: EngineSpec, topology: Any) -> HostEngine:
         engine: HostEngine = resident(meta, replace(spec, copies_weights=True, copied_layers=4), topology)
-        assert engine._components.device_weights is not None
         copied.append(engine._components.device_weights)
         return engine
-
-    def outcome(name: str) -> tuple[Any, ...]:
-        curves = run(name)
-        words = re.findall("sample.*", capsys.readouterr().out)
-        return curves, words, (tmp_path / name / "export" / "model.safetensors").read_bytes()
 
     expected, resident = outcome("resident"), HostEngine.build
     monkeypatch.setattr(HostEngine, "build", classmethod(build))
     assert outcome("copied") == expected and expected[1]
-    for step in (4, 6):
-        shutil.rmtree(tmp_path / "copied" / "checkpoints" / f"step-{step:08}")
-    shutil.rmtree(tmp_path / "copied" / "reference")
+    for folder in ("checkpoints/step-00000004", "checkpoints/step-00000006", "reference"):
+        shutil.rmtree(tmp_path / "copied" / folder)
     assert outcome("copied") == expected
     assert min(weights.copied_bytes for weights in copied[1::2]) > 20 * copied[1].size_bytes
 

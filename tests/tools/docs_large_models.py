@@ -11,6 +11,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.read_config import validate
 from aliquot.config.schema import RunConfig
 from aliquot.data.workload import Workload
+from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.planner import Planner
@@ -62,8 +63,7 @@ def adapters() -> str:
             train: dict[str, Any] = {"precision": "bf16", "per_device_train_batch_size": 4, "global_batch_size": 16}
             config = planned_config((MODELS | {"Qwen3-30B-A3B": QWEN3_MOE})[name], **train)
             config = config.model_copy(update={"adapter": AdapterSection.model_validate({"base": base})})
-            machine = Machine.from_numbers(gib, cores, None, isa="amx")
-            made = Planner(PlannedModel(config), machine).plan(config, machine.layout(config), Workload.assumed(config))
+            made = plan_on(config, Machine.from_numbers(gib, cores, None, isa="amx"))
             used = (made.peak_bytes_per_rank * made.ranks_per_node + made.beside_bytes) / 2**30
             cells += [f"{used:.0f} GiB" + ("" if made.fits else ": does not fit")] if cores == 16 else []
             cells += [f"{float(f'{made.tokens_per_s:.2g}'):,.0f} tokens/s"] if base == "nf4" else []
@@ -92,16 +92,17 @@ def table() -> str:
 
 def cell(model: dict[str, Any], states: str, gib: int) -> str:
     """Plan two ranks with sequences of 1,024 tokens and full recomputation."""
-    config = planned_config(model, "disk", optimizer_states=states)
-    machine = Machine.from_numbers(gib, 8, None)
-    layout = machine.layout(config)
-    if str(model) not in _planned:
-        _planned[str(model)] = PlannedModel(config)
-    made = Planner(_planned[str(model)], machine).plan(config, layout, Workload.assumed(config))
+    made = plan_on(planned_config(model, "disk", optimizer_states=states), Machine.from_numbers(gib, 8, None))
     if not made.fits:
         return "no"
     layers = f", {made.on_disk.layers} layers" if made.on_disk.layers else ""
     return f"{made.scratch_bytes_per_node / 1e9:,.0f} GB{layers}" if made.on_disk else "memory"
+
+
+def plan_on(config: RunConfig, machine: Machine, nodes: int = 1, ranks: int | None = None) -> Plan:
+    key = f"{config.model} {config.adapter}"
+    model = _planned[key] = _planned.get(key) or PlannedModel(config)
+    return Planner(model, machine).plan(config, machine.layout(config, nodes, ranks), Workload.assumed(config))
 
 
 _planned: dict[str, PlannedModel] = {}

@@ -8,19 +8,15 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from aliquot.config.read_config import validate
 from aliquot.config.schema import RunConfig
-from aliquot.data.workload import Workload
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import GIB, Machine
-from aliquot.planner.planned_model import PlannedModel
-from aliquot.planner.planner import Planner
-from tests.tools.docs_large_models import MODELS
+from tests.tools.docs_large_models import MODELS, plan_on
 from tests.tools.docs_pages import ROOT, write_table
 
 TOKENS = 10_000_000
@@ -88,16 +84,10 @@ def fastest(row: Row) -> Plan:
         config, machine = settings(row.model, row.trains, micro_batch), row.machine
         if machine.gpus and ranks != machine.gpus:
             continue
-        layout = machine.layout(config, row.nodes, ranks)
-        plan = Planner(model(row.model, row.trains), machine).plan(config, layout, Workload.assumed(config))
+        plan = plan_on(config, machine, row.nodes, ranks)
         if plan.fits:
             fitting.append(plan)
     return max(fitting, key=lambda plan: plan.tokens_per_s)
-
-
-@cache
-def model(name: str, trains: str) -> PlannedModel:
-    return PlannedModel(settings(name, trains, 1))
 
 
 def settings(name: str, trains: str, micro_batch: int) -> RunConfig:
