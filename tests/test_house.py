@@ -66,6 +66,7 @@ TESTED_BY = {
     "engines/test_deepspeed": {"engines/deepspeed/deepspeed_memory"},
     "engines/test_host_engine": {
         "distributed/collectives/buffer_sizes", "engines/host/host_builder", "engines/host/host_states",
+        "engines/host/layer_hooks",
     },
     "machine/test_cpu": {"machine/cgroup"},
     "models/test_untrusted_code": {"core/template_process"},
