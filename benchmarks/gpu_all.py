@@ -16,14 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from aliquot.core.small_files import publish_text
@@ -33,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PEER = "FSDP2 + flex_attention"
 STEPS = "host, packed 2048 x 1;host;plain FSDP2, tuned"  # contestants of benchmarks/step.py
 OLDEST_TORCH = (2, 13)
+TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
     return [
         Part("tests", (*tests, *chosen, "-n", workers, "--dist", "loadgroup"), 120, 240),
         Part("tests that run alone", (*tests, "tests/gpu", "-m", "alone"), 40, 90),
+        Part("aliquot, sharded", speed("aliquot, sharded")),
+        Part("engine host", speed("aliquot, engine host", rows=4)),
+        Part("engine host, width of 8 B", speed("aliquot, engine host", wide, rows=4), 90, 120),
+        Part("copied layers, width of 8 B", speed("aliquot, copied layers", wide, rows=4), 90, 120),
         Part("aliquot", speed("aliquot")),
         Part("FSDP2", speed(PEER)),
         Part("aliquot, four rows", speed("aliquot", rows=4)),
@@ -87,9 +95,6 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("plan, 125 M", gpu("plan", small)),
         Part("load", gpu("load", large), 90, 240),
         Part("offload", speed("aliquot, offloaded", rows=4)),
-        Part("engine host", speed("aliquot, engine host", rows=4)),
-        Part("engine host, width of 8 B", speed("aliquot, engine host", wide, rows=4), 90, 120),
-        Part("copied layers, width of 8 B", speed("aliquot, copied layers", wide, rows=4), 90, 120),
         Part("CPU step", cpu("step", "--shapes", small, "--rounds", "1", "--only", STEPS), 90, 180, no_amx),
         Part("CPU parts", cpu("parts"), 40, 90, no_amx),
         Part("CPU attention", cpu("attention"), 40, 120, no_amx),
@@ -106,8 +111,23 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("FSDP2, width of 8 B", speed(PEER, wide)),
         Part("aliquot, short documents", speed("aliquot", documents="short")),
         Part("aliquot, one document", speed("aliquot", documents="full")),
-        Part("aliquot, sharded", speed("aliquot, sharded")),
     ]
+
+
+def missing_packages() -> list[str]:
+    """Return the packages that the parts need and this Python lacks, as `pip install` takes them."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    pinned = dict(
+        line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    names = [re.split(r"[^\w.-]", text)[0] for text in (*project["dependencies"], *TEST_PACKAGES)]
+    missing = []
+    for name in names:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            missing.append(f"{name}=={pinned[name]}" if name in pinned else name)
+    return missing
 
 
 def main() -> None:
@@ -118,6 +138,8 @@ def main() -> None:
     arguments.add_argument("--shape", choices=["1b", "125m", "tiny"], default="1b")
     arguments.add_argument("--first", help="begin with this part")
     given = arguments.parse_args()
+    if missing := missing_packages():  # before minutes of a GPU are spent
+        arguments.error(f"this Python lacks packages. Bring their wheels, and: pip install {' '.join(missing)}")
     folder = given.directory.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     listed = parts(given.device, given.shape, folder)

@@ -9,13 +9,14 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from aliquot.core.errors import ModelFilesError, UsageError, UserError
-from aliquot.models.generate import Chat, Sampling, chat_ids, continuation, generate, load
+from aliquot.models.generate import Chat, Loaded, Sampling, chat_ids, continuation, generate, load
 from tests.data.stores import byte_level
 from tests.runs import command
 from tests.tools import warm
@@ -47,6 +48,17 @@ def test_weights_are_loaded_in_the_precision_that_auto_chooses(
     LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path)
     monkeypatch.setattr("aliquot.models.generate.faster_precision_here", lambda device: faster)
     assert load(tmp_path).model.dtype == dtype
+
+
+def test_model_and_prompt_go_to_the_gpu(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("aliquot.models.generate.faster_precision_here", lambda device: "bf16")
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda self, device: chosen.append(device))
+    load(model)
+    assert chosen == ["cuda"]
+    on_gpu = SimpleNamespace(device=torch.device("meta"), generate=lambda ids: ids)
+    assert Loaded(on_gpu, None, None, None).generate(torch.tensor([[1]])).is_meta
 
 
 def talk(model: Path, said: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -427,7 +427,8 @@ class Cuda:
 
         for name, stand_in in (
             ("Event", Event), ("Stream", Stream), ("stream", stream), ("current_device", lambda: 3),
-            ("current_stream", lambda: Stream("kernels")),
+            ("current_stream", lambda: Stream("kernels")), ("is_initialized", lambda: True),
+            ("set_device", lambda gpu: self.note(f"GPU {gpu}")),
         ):  # fmt: skip
             assert hasattr(torch.cuda, name)
             monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -460,6 +461,7 @@ def test_copies_are_made_ahead_and_kernels_wait_for_them(monkeypatch: pytest.Mon
     own, main = "aliquot-batches", threading.current_thread().name
     assert {name for what, name in cuda.done if what in ("copy", "event")} == {own}
     assert {name for what, name in cuda.done if what in ("wait", "kept")} == {main}
+    assert cuda.done[0] == ("GPU 3", own)  # leaving a stream would make a new thread return to GPU 0
     assert [what for what, _ in cuda.done].count("wait") == 3
     order = [what for what, _ in cuda.done if what in ("event", "wait")]
     assert order[0] == "event" and all(order[:i].count("event") >= order[:i].count("wait") for i in range(7))

@@ -9,11 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from aliquot.distributed import flight_recorder, ranks
 from aliquot.distributed.flight_recorder import (
@@ -22,11 +23,9 @@ from aliquot.distributed.flight_recorder import (
     oldest_pending,
     record_collectives,
 )
-from aliquot.distributed.liveness import liveness, watchdog
 from aliquot.distributed.rank_errors import RankError
+from aliquot.distributed.signed_store import SignedStore
 from aliquot.distributed.topology import Topology
-
-ON_GPU = Topology(1, 2, 1, 2, 0, 1, "cuda", 1, ())
 
 
 def entry(number: int, name: str, age_s: float, group: int = 0) -> dict[str, Any]:
@@ -54,61 +53,43 @@ def test_oldest_unfinished_collective_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert describe_pending() == "; collective 8, nccl:_all_gather_base of BFloat16[1024, 8], has not ended for 30 s"
 
 
-@pytest.mark.parametrize("age_s", [1700.0, 1801.0])
-def test_run_ends_when_a_collective_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float) -> None:
-    errors: SimpleQueue[RankError] = SimpleQueue()
-    record(monkeypatch, entry(1, "_all_gather_base", age_s))
-    monkeypatch.setattr(watchdog, "end_rank", errors.put)
-    monkeypatch.setattr(liveness, "_NCCL_INTERVAL_S", 0.05)
-    rank = watchdog.WatchedRank(ON_GPU, 1800.0, lambda: "building the model", tmp_path / "logs")
-    with liveness.CollectiveWatchdog(rank):
-        line = errors.get(timeout=20).message if age_s > 1800 else ""
-        time.sleep(0.0 if line else 0.5)
-    assert errors.empty() or line
-    if line:
-        assert line.startswith("collective 1, nccl:_all_gather_base of BFloat16[1024, 8], has not ended for 1801 s")
-        assert "(launch.step_timeout_s) while building the model: is a rank missing" in line
-        assert json.loads((tmp_path / "logs" / "collectives-rank-1.json").read_text())["entries"]
+GPU_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
 
 
-GPU_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE", "PYTORCH_ALLOC_CONF")
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_nccl_gets_its_own_timeouts_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    """gloo waits for days, NCCL for a step, from the exchange of its id on. gloo takes the place of NCCL here."""
+    begin = dist.init_process_group
+    stores: list[Store] = []
 
+    def init_process_group(backend: str, *, store: Store, **options: Any) -> None:
+        assert backend == "cpu:gloo,cuda:nccl" and options["timeout"] == timedelta(days=30)
+        stores.append(store)
+        begin("cpu:gloo,cuda:gloo", store=HashStore(), rank=0, world_size=1)
 
-def test_nccl_gets_its_own_timeout_and_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo waits for days, NCCL for a step, from the first collective on. CUDA begins with the allocator's setting."""
-    calls: list[tuple[str, timedelta]] = []
-    at_cuda_start: list[str | None] = []
-
-    class Backend:
-        def _set_default_timeout(self, timeout: timedelta) -> None:
-            calls.append(("nccl", timeout))
-
-    class Group:
-        def _get_backend(self, device: torch.device) -> Backend:
-            assert device.type == "cuda"
-            return Backend()
-
-    def init_process_group(backend: str, *, timeout: timedelta, **_: object) -> None:
-        calls.append((backend, timeout))
-
-    for name in (*GPU_VARIABLES, "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
+    for name in GPU_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setattr(ranks, "choose_gpu", lambda *_: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: at_cuda_start.append(os.environ.get("PYTORCH_ALLOC_CONF")))
+    monkeypatch.setattr(ranks, "meet_ranks", lambda *_: SignedStore(PrefixStore("run", HashStore()), "secret", "id"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
-    monkeypatch.setattr(flight_recorder, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=Group())))
-    threads = torch.get_num_threads()
+    before, threads = dist.get_debug_level(), torch.get_num_threads()
+    dist.set_debug_level(getattr(dist.DebugLevel, level))
     try:
         record_collectives(tmp_path)
-        alone = Topology(0, 1, 0, 1, 0, 1, "cuda", threads, ())
-        ranks.Ranks.join(alone, 30 * 24 * 3600.0, nccl_timeout_s=1800.0)
-        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-collectives-rank-"
-        assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2000", "1")
+        first = Topology(0, 2, 0, 2, 0, 1, "cuda", threads, ())
+        ranks.Ranks.join(first, 30 * 24 * 3600.0, nccl_timeout_s=1800.0)
+        world: Any = dist.group.WORLD
+        nccl = world._get_backend(torch.device("cuda"))
+        assert nccl.options._timeout == timedelta(seconds=1860)
+        assert type(nccl).__name__.endswith("Wrapper") == (level == "DETAIL")
     finally:
-        for name in GPU_VARIABLES:
-            os.environ.pop(name, None)
-    assert at_cuda_start == ["expandable_segments:True"]
-    assert calls == [("cpu:gloo,cuda:nccl", timedelta(days=30)), ("nccl", timedelta(seconds=1860))]
+        dist.set_debug_level(before)
+        dist.destroy_process_group()
+    assert cast("Any", stores[0]).timeout == timedelta(seconds=1800)
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/nccl-collectives-rank-"
+    assert (os.environ["TORCH_FR_BUFFER_SIZE"], os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("2000", "1")
 
 
 @pytest.mark.parametrize("connects", [True, False])

@@ -428,6 +428,21 @@ def test_program_that_the_server_has_imported_starts_without_a_warning(tmp_path:
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
 
 
+USES_CUDA_IN_ITS_IMPORT = """
+import os, sys
+from pathlib import Path
+user = Path("user")
+user.touch() if __name__ != "__main__" else sys.exit(user.exists())
+"""
+
+
+@pytest.mark.parametrize("has_gpus", [False, True])
+def test_nothing_is_imported_before_the_fork_of_a_rank_with_a_gpu(tmp_path: Path, has_gpus: bool) -> None:
+    """No fork can use CUDA after a module, for example torchao, has used CUDA in its import."""
+    ended = node(tmp_path, USES_CUDA_IN_ITS_IMPORT, f"forked_rank.has_gpus = lambda: {has_gpus}", ranks=1)
+    assert (ended.returncode == 0) is has_gpus, ended.stderr
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

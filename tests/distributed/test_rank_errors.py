@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
 from aliquot.core.errors import StorageError, TrainingError, UserError, writing
@@ -155,6 +156,10 @@ def test_a_file_server_in_trouble_is_no_bad_input(number: int, code: int) -> Non
         (MemoryError(), "out of memory: Cannot allocate memory. Raise the limit"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory. Raise"),
         (RuntimeError("[enforce] can't allocate: Error code 12 (Cannot allocate memory)\nmore"), "out of memory: [enf"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 23.64 GiB. Try this"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB. A run needs less memory with train.gradient_checkpointing",
+        ),
         (OSError(errno.EFBIG, "File too large"), "a file or shared memory would be larger than"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device [disk]"),
     ],

@@ -19,7 +19,7 @@ from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.core.errors import UserError
 from aliquot.distributed.auto_ranks import cpu_ranks, crowding_warning, max_cpu_ranks, resolve_auto_ranks
 from aliquot.distributed.numa_binding import bind_memory, core_sets, has_memory_policy, set_preferred_node
-from aliquot.distributed.topology import check_gpus, choose_gpu, place_rank, threads_per_rank
+from aliquot.distributed.topology import check_gpus, choose_device, choose_gpu, place_rank, threads_per_rank
 from aliquot.machine.cpu import CpuFacts
 from tests.runs import command, write_config
 
@@ -134,6 +134,22 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     assert [choose_gpu(rank, 2) for rank in range(2)] == [0, 1]
     with pytest.raises(UserError, match=r"4 ranks on this machine, which has 2 GPUs: .* set launch.ranks=2, or launch"):
         choose_gpu(0, 4)
+
+
+@pytest.mark.parametrize(("capability", "device"), [((7, 5), None), ((8, 0), "cuda"), ((12, 0), "cuda")])
+def test_gpus_before_ampere_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], device: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert choose_device("cpu") == "cpu"
+    for setting in ("auto", "cuda"):
+        if device is None:
+            with pytest.raises(UserError, match=r"the GPU Tesla T4 is too old: .* 8\.0 .*launch\.device=cpu"):
+                choose_device(setting)
+        else:
+            assert choose_device(setting) == device
 
 
 def test_rank_takes_the_only_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.fsdp.fsdp_collectives import StagingBuffer, check_collectives
 from aliquot.engines.fsdp.fsdp_shards import Division
+from aliquot.engines.global_norm import global_norm_on_device
 from tests.processes import as_ranks, run_ranks
 
 WORKER = Path(__file__)
@@ -45,6 +47,8 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     try:
         division = Division.join(False, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
         check_collectives(torch.device("cpu"), stage, division)
+        with warnings.catch_warnings(action="error"):  # a warning would be printed by every rank
+            assert global_norm_on_device([torch.tensor([3.0 + rank])]) == 5
         outcome = "passed"
     except TrainingError as error:
         outcome = str(error)

@@ -29,8 +29,6 @@ def test_auto_selects_host_if_one_copy_of_weights_fits(monkeypatch: pytest.Monke
     assert engine_class(config(train={"precision": "fp32"}), on(), 13)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1)[0] == "fsdp"
     assert engine_class(config(), on("cuda"), 1, "host")[0] == "host"
-    for only_host in ({"shard": {"offload": "disk"}}, {"train": {"optimizer_states": "int8"}}):
-        assert engine_class(config(**only_host), on("cuda"), 1)[0] == "host"
     uneven = Topology(0, 3, 0, 2, 0, 2, "cpu", 1, ())
     assert engine_class(config(), uneven, 1)[0] == engine_class(config(), uneven, 1, "host")[0] == "fsdp"
     # A node of less memory than the one that has planned does as that one does.
@@ -59,7 +57,8 @@ FP8 = {"fp8": True}
         (NODES | {"offload": "cpu"}, {}, on("cuda", nodes=2), r"shard\.offload: cpu is for too little"),
         ({}, FP8, on("cpu"), r"train\.fp8 is for GPUs"),
         ({"engine": "host"}, FP8, on("cuda"), r"needs shard\.engine: fsdp, not host"),
-        ({}, FP8 | {"optimizer_states": "int8"}, on("cuda"), r"needs shard\.engine: fsdp, not host"),
+        ({}, {"optimizer_states": "int8"}, on("cuda"), r"needs shard\.engine: host, not fsdp"),
+        ({"offload": "disk"}, {}, on("cuda"), r"shard\.offload: disk needs shard\.engine: host, not fsdp"),
         ({"engine": "deepspeed"}, FP8, on("cuda"), "fsdp, not deepspeed"),
         ({"offload": "cpu"}, FP8, on("cuda"), r"needs shard\.offload: none"),
         (NODES, FP8, on("cuda"), r"needs shard\.replicate: none"),

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,26 @@ def test_parts_are_skipped_if_too_little_time_is_left(tmp_path: Path, monkeypatc
     states = json.loads((tmp_path / "parts.json").read_text())
     assert states["CPU parts"] == "done: CPU parts" and "aliquot" not in states
     assert states["CPU step"] == "skipped: it takes about 90 s, and 50 s are left"
+
+
+def test_missing_packages_are_named_before_the_first_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def installed(name: str) -> str:
+        if name in ("pydantic", "hypothesis"):
+            raise PackageNotFoundError(name)
+        return "2.13"
+
+    monkeypatch.setattr(gpu_all, "version", installed)
+    monkeypatch.setattr(sys, "argv", ["gpu_all.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert re.search(r"pip install pydantic==[\d.]+ hypothesis==[\d.]+\n$", capsys.readouterr().err)
+
+
+def test_engines_of_several_gpus_are_measured_first(tmp_path: Path) -> None:
+    names = [part.name for part in parts("cuda", "1b", tmp_path)]
+    assert names[:4] == ["tests", "tests that run alone", "aliquot, sharded", "engine host"]
 
 
 def test_targets_are_ratios_of_the_rows_that_they_name() -> None:

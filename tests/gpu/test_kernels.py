@@ -139,8 +139,8 @@ def test_memory_is_what_tensors_take() -> None:
 @needs_gpu
 def test_memory_is_expandable() -> None:
     code = (
-        "import torch; from aliquot.machine.allocator import use_expandable_segments; use_expandable_segments();"
-        "torch.cuda.set_device(0); values = torch.empty(1 << 26, device='cuda');"
+        "import torch; from aliquot.machine.allocator import use_expandable_segments; torch.cuda.set_device(0);"
+        "use_expandable_segments(); values = torch.empty(1 << 26, device='cuda');"
         "assert all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

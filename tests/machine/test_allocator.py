@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,25 +133,17 @@ def test_training_allocator_is_the_chosen_or_installed_one(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("environ", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": ""}])
 @pytest.mark.parametrize("kernel", ["6.8.0-1021-aws", "6.6.87-microsoft-standard-WSL2"])
-def test_gpu_memory_is_expandable_unless_the_user_or_wsl_forbids_it(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], kernel: str
-) -> None:
-    monkeypatch.setattr(allocator, "os", SimpleNamespace(environ=dict(environ)))
-    monkeypatch.setattr(allocator.platform, "release", lambda: kernel)
-    allocator.use_expandable_segments()
-    added = {} if environ or "WSL" in kernel else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert allocator.os.environ == environ | added
-
-
-def test_torch_reads_the_setting_of_gpu_memory_after_its_import() -> None:
-    """A rank sets it when it joins the group, because torchrun and other programs may have started the rank."""
+def test_gpu_memory_is_expandable_unless_the_user_or_wsl_forbids_it(environ: dict[str, str], kernel: str) -> None:
+    """Also after torch has read its settings, as the first rank does when it reads the facts of its machine."""
     code = (
-        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True';"
-        "print(torch._C._accelerator_getAllocatorSettings())"
+        "import platform, torch; from aliquot.machine.allocator import use_expandable_segments as use;"
+        f"platform.release = lambda: {kernel!r}; settings = torch._C._accelerator_getAllocatorSettings;"
+        "settings(); use(); print(settings())"
     )
     clean = {name: value for name, value in os.environ.items() if name not in GPU_VARIABLES}
-    done = warm.run("-c", code, env=clean)
-    assert done.stdout == "expandable_segments:True\n", done.stderr
+    done = warm.run("-c", code, env=clean | environ)
+    expected = "".join(environ.values()) if environ or "WSL" in kernel else "expandable_segments:True"
+    assert done.stdout == f"{expected}\n", done.stderr
 
 
 def test_restart_with_allocator_happens_once_with_arguments() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from aliquot.machine.memory import (
     MemoryUse,
     PssSampler,
     current_gpu,
+    has_gpus,
     memory_use,
 )
 
@@ -65,6 +67,14 @@ def test_gpu_memory_inside_and_outside_the_allocator(monkeypatch: pytest.MonkeyP
     assert found.used_bytes == 6 * GIB
     stats.clear()  # before the first allocation
     assert Gpu().memory() == GpuMemory(0, 0, beside_bytes=6 * GIB, peak_bytes=6 * GIB)
+
+
+@pytest.mark.parametrize("device", [None, "null", "nvidia0", "dxg"])
+def test_gpus_are_seen_under_wsl_too(tmp_path: Path, device: str | None) -> None:
+    (tmp_path / "dev").mkdir()
+    if device is not None:
+        (tmp_path / "dev" / device).touch()
+    assert has_gpus(tmp_path) == (device in ("nvidia0", "dxg"))
 
 
 def test_current_gpu_is_none_on_cpu() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
@@ -157,6 +158,21 @@ def test_updates_equal_those_of_torch(dtype: torch.dtype, compiled: bool) -> Non
     for parameter, weight in zip(expected, weights, strict=True):
         torch.testing.assert_close(weight.master, parameter.detach(), rtol=1e-5, atol=1e-6)
         assert torch.equal(weight.compute, weight.master.to(dtype))
+
+
+def test_update_copies_no_number_to_the_gpu() -> None:
+    """torch dispatches `lift_fresh` for each tensor from Python's numbers. A GPU would be waited for, once a weight."""
+    operations: list[str] = []
+
+    class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(str(operation))
+            return operation(*args, **(kwargs or {}))
+
+    ours, given = ResidentAdamW(resident(torch.bfloat16), (0.9, 0.95), 1e-8, 0.1, False), gradients(torch.bfloat16, 0)
+    with Operations():
+        ours.step(given, 1e-2, math.inf)
+    assert "aten.lift_fresh.default" not in operations and "aten.unbind.int" in operations
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])

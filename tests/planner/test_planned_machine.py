@@ -44,7 +44,7 @@ def test_instruction_sets_of_ec2_processors() -> None:
         *((Machine.from_numbers(64, 8, None, isa), "bf16") for isa in ("amx", "avx512_bf16", "sve_bf16")),
         *((Machine.from_numbers(64, 8, None, isa), "fp32") for isa in ("avx512", "avx2", "neon")),
         *((Machine.from_instance(name), "bf16") for name in ("c7i.xlarge", "c7a.xlarge", "c8g.xlarge", "g5.xlarge")),
-        *((Machine.from_instance(name), "fp32") for name in ("c6i.xlarge", "c6a.xlarge", "c6g.xlarge", "g4dn.xlarge")),
+        *((Machine.from_instance(name), "fp32") for name in ("c6i.xlarge", "c6a.xlarge", "c6g.xlarge")),
     ],
     ids=lambda value: value.name if isinstance(value, Machine) else value,
 )  # fmt: skip

@@ -16,8 +16,11 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
+import aliquot
 from aliquot.observe.step_clock import PARTS
+from aliquot.planner.compute_ceiling import Ceiling
 from aliquot.run.activity import Activity, PhaseNotice, Stage
+from tests.observe.test_gpu_ledger import Recorded
 from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config
 from tests.tools import warm
 
@@ -58,6 +61,16 @@ def test_the_parts_of_each_step_are_in_the_metrics(run: Path) -> None:
         assert all(seconds >= 0 for seconds in parts.values()), parts
         assert parts["forward"] > 0 and parts["backward"] > 0 and parts["reduce"] > 0 and parts["optimizer"] > 0
         assert len(line["own_work_s"]) == 2
+
+
+def test_ceiling_is_not_measured_in_the_full_memory_of_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement takes 400 MiB. Steps that are faster than the ceiling ask for it."""
+    asked: list[object] = []
+    monkeypatch.setattr("aliquot.run.prepared_run.current_gpu", lambda device: Recorded())
+    monkeypatch.setattr("aliquot.run.trainer.ceiling", lambda *_, **__: asked.append(Ceiling(1.0, True)) or asked[-1])
+    monkeypatch.setattr("aliquot.observe.throughput.Meter.beats_ceiling", True)
+    aliquot.train(aliquot.read_config(write_config(folder, "gpu", launch={"ranks": 1})))
+    assert len(curve(folder / "gpu")) == 6 and not asked
 
 
 def test_an_export_that_holds_a_persons_files_is_kept(run: Path) -> None:

@@ -44,6 +44,7 @@ _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
 _NOT_ON_SPOT = re.compile(r"^hpc")  # their SupportedUsageClasses list on-demand only (describe-instance-types)
 # Families with Trainium, Inferentia, Gaudi, Qualcomm, video, FPGA or AMD accelerators, or with fractions of a GPU.
+_OLD_GPUS = frozenset({"t4", "t4g", "v100"})
 _OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
 
 # Types with one hardware thread per core: Arm, AMD from generation 7 on, hpc families, and the first Intel generations.
@@ -117,6 +118,11 @@ class InstanceType:
     def shares_cpus(self) -> bool:
         """Whether the type is burstable: it has its full CPU speed only for hours, not for days."""
         return bool(_SHARES_CPUS.match(self.name))
+
+    @property
+    def has_old_gpu(self) -> bool:
+        """Whether the GPUs lack kernels for attention (compute capability 7)."""
+        return self.gpu_name in _OLD_GPUS
 
     @property
     def has_unusable_accelerator(self) -> bool:

@@ -225,7 +225,9 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
         ),
         "EFA": column(lambda item: str(item.efa_interfaces or "")),
         "AMX": column(lambda item: "yes" if item.amx else ""),
-        "GPU": column(lambda item: f"{item.gpus} {item.gpu_name}" if item.gpus else ""),
+        "GPU": column(
+            lambda item: f"{item.gpus} {item.gpu_name}{' (too old)' * item.has_old_gpu}" if item.gpus else ""
+        ),
         "USD/h": column(lambda item: "?" if item.usd_per_hour is None else f"{item.usd_per_hour:,.3f}"),
         "USD/h GiB": column(lambda i: "?" if i.usd_per_hour is None else f"{i.usd_per_hour / pod_gib(i):.4f}"),
     }

@@ -59,7 +59,7 @@ class ShardSection(Section):
     engine: Literal["auto", "host", "fsdp", "deepspeed"] = "auto"
     """host: states in host memory, communication between hosts once per step; on CPU weights once per NUMA node in
     shared memory, on GPUs as many layers as fit; fsdp: weights gathered layer by layer; deepspeed: ZeRO-3. auto:
-    deepspeed if deepspeed_config is set, else host or fsdp, on CPU by memory, on GPUs by the planned time."""
+    deepspeed if deepspeed_config is set, else on CPU host or fsdp by memory, and on GPUs fsdp."""
     collectives: Literal["auto", "shared_memory", "gloo"] = "auto"
     """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp, for all-gathers within a host."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -67,8 +67,7 @@ class ShardSection(Section):
     bf16: half the bytes sent, and with engine host half the memory of sums that wait for further micro-batches."""
     replicate: Literal["auto", "none", "nodes"] = "auto"
     """Engine fsdp on several nodes. none: all ranks divide weights and states. nodes: the ranks of each node divide
-    them, every node holds all, and only gradients are sent between nodes, once a step. auto: nodes of several
-    ranks, if that fits and saves time by the plan."""
+    them, every node holds all, and only gradients are sent between nodes, once a step. auto: none."""
     offload: Literal["none", "cpu", "disk"] = "none"
     """cpu: keep weights, gradients and moments of a GPU run in host memory; engines fsdp, deepspeed. disk: keep the
     state that does not fit into memory on disk, moments first, then gradient sums; engine host."""

@@ -253,6 +253,12 @@ def resource_error(error: BaseException) -> UserError | None:
             f"out of memory: {text or 'Cannot allocate memory'}. Raise the limit (ulimit -v, the container's), or see"
             " with `aliquot plan` how much memory the run needs"
         )
+    if type(error).__name__ == "OutOfMemoryError":  # of torch, which this package does not import
+        return DoesNotFitError(
+            f"{'. '.join(text.split('. ')[:2])}. A run needs less memory with train.gradient_checkpointing=full, a"
+            " smaller train.per_device_train_batch_size, shard.offload=cpu or shard.engine=host: `aliquot plan` shows"
+            " what fits"
+        )
     if isinstance(error, OSError) and number == errno.EFBIG:
         largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         limit = "the file system's limit" if largest == resource.RLIM_INFINITY else f"{largest} bytes (ulimit -f)"

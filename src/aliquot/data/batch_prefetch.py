@@ -15,6 +15,7 @@ import torch
 
 from aliquot.core.errors import UserError
 from aliquot.data.batches import Batches, StepBatch
+from aliquot.machine.device_copies import on_this_gpu
 from aliquot.models.micro_batch import tensors_in
 
 _POLL_S = 0.1
@@ -105,7 +106,7 @@ class BatchPrefetcher:
         return error if isinstance(error, UserError) else None
 
     def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
-        return None if step >= self._stop else self._thread.submit(self._lay_out, step)
+        return None if step >= self._stop else self._thread.submit(on_this_gpu(self._lay_out), step)
 
     def _lay_out(self, step: int) -> StepBatch | CopiedBatch:
         """Build the batch of `step`, and start its copy to the GPU. Runs in the thread."""

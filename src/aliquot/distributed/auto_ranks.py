@@ -17,13 +17,12 @@ On GPUs, one rank per GPU. On CPU, ranks never span NUMA nodes, and their number
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 from aliquot.config.schema import LaunchSection, RunConfig
 from aliquot.core.number_format import count_of
 from aliquot.distributed.topology import threads_per_rank
 from aliquot.machine.cpu import CpuFacts, read_cpu
-from aliquot.machine.memory import memory_limit
+from aliquot.machine.memory import has_gpus, memory_limit
 
 _MAX_SINGLE_CORE_RANKS = 4  # per NUMA node
 _CORES_PER_RANK = 4
@@ -44,7 +43,7 @@ def resolve_auto_ranks(launch: LaunchSection, config: RunConfig) -> tuple[Launch
 def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
     """Return a warning if many more local ranks will start than this machine has cores, or None."""
     cpu, memory_bytes = read_cpu(), memory_limit()
-    if launch.ranks == "auto" or launch.ranks <= _CROWDED * cpu.usable_cores or _has_gpus(launch):
+    if launch.ranks == "auto" or launch.ranks <= _CROWDED * cpu.usable_cores or visible_gpus(launch):
         return None
     fitting, _ = cpu_ranks(config, launch.most_nodes, cpu, memory_bytes)
     cores = count_of(cpu.usable_cores, "core")
@@ -55,13 +54,9 @@ def crowding_warning(launch: LaunchSection, config: RunConfig) -> str | None:
     )
 
 
-def _has_gpus(launch: LaunchSection) -> bool:
-    return launch.device != "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
-
-
 def visible_gpus(launch: LaunchSection) -> int:
     """Return the number of GPUs for ranks. Imports torch only if the machine has a GPU, because the import is slow."""
-    if not _has_gpus(launch):
+    if launch.device == "cpu" or not has_gpus():
         return 0
     import torch
 

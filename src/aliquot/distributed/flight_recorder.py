@@ -1,8 +1,9 @@
-"""Collectives of NCCL that never end: find them in torch's flight recorder, and name them.
+"""Collectives of NCCL that never end: limit them, and name them from torch's flight recorder.
 
-A rank that waits for NCCL spins in the driver, so that it looks busy. torch's flight recorder lists the collectives
-that this process has enqueued. The watchdog of collectives (liveness/liveness.py) ends the run if one of them is
-unfinished for `launch.step_timeout_s`. NCCL's own timeout is a little longer, for the case that Python does not run.
+A rank that waits for NCCL spins in the driver, so that it looks busy. torch's own watchdog ends a process whose
+collective is unfinished for a little longer than `launch.step_timeout_s`, and first writes the flight recorder: the
+collectives that the process has enqueued. The watchdog of steps (liveness/liveness.py), which acts before, names the
+oldest of them.
 
 Within the first collective of a group, NCCL connects its ranks. If it cannot, it waits for ever, and torch has recorded
 nothing yet: `connecting_nccl` ends the run then.
@@ -24,11 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aliquot.core.small_files import publish_text
 from aliquot.distributed.rank_errors import RankError, bounded_value, end_rank
 
 _ENTRIES = "2000"  # collectives that the recorder keeps
-_LATER_S = 60.0  # NCCL aborts the process this much later than the watch, which names the collective
+_LATER_S = 60.0  # torch ends the process this much later than the watchdog of steps, which names the collective
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def limit_nccl(timeout_s: float) -> None:
     `init_process_group` has only one timeout for gloo and NCCL.
     """
     group: Any = dist.group.WORLD
-    nccl = group._get_backend(torch.device("cuda"))
-    nccl._set_default_timeout(timedelta(seconds=timeout_s + _LATER_S))
+    group._get_backend(torch.device("cuda")).set_timeout(timedelta(seconds=timeout_s + _LATER_S))
 
 
 @contextmanager
@@ -111,9 +110,3 @@ def describe_pending() -> str:
     """Return text for an error line about a hang: the collective that this rank waits for, or an empty text."""
     pending = bounded_value(oldest_pending, None)
     return "" if pending is None else f"; {pending.description} has not ended for {pending.age_s:.0f} s"
-
-
-def write_collectives(file: Path) -> None:
-    """Write the unfinished collectives of this process, as torch records them."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    publish_text(file, torch._C._distributed_c10d._dump_nccl_trace_json().decode())  # type: ignore[attr-defined]

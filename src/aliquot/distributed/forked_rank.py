@@ -24,6 +24,7 @@ import psutil
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.rank_errors import report_error
 from aliquot.distributed.rank_process import die_with_parent, rank_environment, redirect_output
+from aliquot.machine.memory import has_gpus
 
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _IMPORTED = (
@@ -35,10 +36,12 @@ _IMPORTED = (
 def start_server(log_directory: Path, modules: Sequence[str]) -> None:
     """Start the fork server, which imports `modules` and the modules that most models need. Return at once.
 
-    Does nothing if the server is running. All ranks inherit the environment that this process has now.
+    On machines with GPUs the server imports nothing: a module such as torchao may use CUDA when it is imported, and
+    then no forked rank can use CUDA. Does nothing if the server is running. All ranks inherit the environment that this
+    process has now.
     """
     os.environ.update(rank_environment(os.environ, log_directory))
-    os.environ["ALIQUOT_FORK_SERVER_IMPORTS"] = " ".join([*_IMPORTED, *modules])
+    os.environ["ALIQUOT_FORK_SERVER_IMPORTS"] = "" if has_gpus() else " ".join([*_IMPORTED, *modules])
     multiprocessing.set_forkserver_preload(["aliquot.distributed.fork_server"])
     resource_tracker.ensure_running()  # first, because starting it would unblock the signals that are blocked below
     # A signal to the process group, such as Ctrl-C, must reach only the launcher, because ranks save before they end.

@@ -115,7 +115,11 @@ class Ranks(Members):
             store = meet_ranks(topology, os.environ, join_timeout_s)
             # NCCL's threads read the store even after the interpreter has ended, when a SignedStore, which is Python
             # code, can no longer answer.
-            bare = store.unsigned() if isinstance(store, SignedStore) and topology.device == "cuda" else store
+            bare = store
+            if topology.device == "cuda":
+                bare = store.unsigned() if isinstance(store, SignedStore) else store
+                # A rank that compiles its kernels lets the others wait for NCCL's id.
+                bare.set_timeout(timedelta(seconds=nccl_timeout_s))
             with _connecting_lazily():
                 dist.init_process_group(
                     backend, store=bare, rank=topology.rank, world_size=topology.world_size, timeout=timeout

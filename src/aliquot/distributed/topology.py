@@ -18,7 +18,7 @@ from aliquot.core.number_format import count_of
 from aliquot.distributed.numa_binding import core_sets, cores_of_single_rank, cores_per_rank
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.machine.cpu import CpuFacts, format_cpu_list
-from aliquot.machine.memory import too_little_lockable
+from aliquot.machine.memory import AMPERE, too_little_lockable
 
 _CORES = "physical cores"
 _LARGEST_PORT = 65535
@@ -163,9 +163,21 @@ def choose_device(setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
     """Return the device for `launch.device`; auto takes a GPU if torch sees one. Raises DeviceError."""
     import torch
 
-    if setting == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
-    return "cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu"
+    if setting == "cpu" or not torch.cuda.is_available():
+        if setting == "cuda":
+            raise DeviceError("launch.device is cuda, but torch sees no GPU here: set launch.device=cpu")
+        return "cpu"
+    if torch.cuda.get_device_capability() < (AMPERE, 0):
+        raise old_gpu(torch.cuda.get_device_name())
+    return "cuda"
+
+
+def old_gpu(name: str) -> DeviceError:
+    """Return the error for a GPU without kernels for attention: flash attention needs Ampere."""
+    return DeviceError(
+        f"the GPU {name} is too old: aliquot needs compute capability {AMPERE}.0 (A10G, L4, A100 or newer). Set"
+        " launch.device=cpu"
+    )
 
 
 def check_locked_memory(root: Path = Path("/")) -> None:

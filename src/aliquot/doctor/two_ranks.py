@@ -132,7 +132,7 @@ def examine(ranks: Ranks) -> dict[str, bool]:
     gathered = [torch.empty_like(local) for _ in values]
     dist.all_gather(gathered, local)
     scattered = torch.empty(_NUMEL // ranks.world_size)
-    dist.reduce_scatter_tensor(scattered, local)
+    dist.reduce_scatter_single(scattered, local)
     return {
         "all-gather by gloo": torch.equal(torch.stack(gathered), torch.stack(values)),
         "reduce-scatter by gloo": torch.equal(scattered, total.view(ranks.world_size, -1)[ranks.rank]),

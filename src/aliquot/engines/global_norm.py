@@ -29,5 +29,5 @@ def global_norm_on_device(gradients: Sequence[Tensor]) -> Tensor:
     """
     local = torch.stack(torch._foreach_norm(list(gradients), 2, dtype=torch.float64)).square().sum()
     squares = local.new_empty(dist.get_world_size())
-    dist.all_gather_into_tensor(squares, local[None])
+    dist.all_gather_single(squares, local[None])
     return squares.sum().sqrt()

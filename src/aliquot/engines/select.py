@@ -33,9 +33,7 @@ def chosen_engine(
     compresses = config.adapter is not None and config.adapter.base != "bf16"
     if name == "auto" and config.shard.deepspeed_config is not None:
         name = "deepspeed"
-    elif name == "auto" and (
-        config.shard.offload == "disk" or (device == "cuda" and config.train.optimizer_states != "fp32")
-    ):
+    elif name == "auto" and device == "cpu" and config.shard.offload == "disk":
         name = "host"
     elif name == "auto":
         fits = compresses or numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes

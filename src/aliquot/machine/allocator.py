@@ -92,11 +92,14 @@ def tune_glibc() -> None:
 def use_expandable_segments() -> None:
     """Let torch map GPU memory page by page, so that free memory between tensors does not stay unused.
 
-    FSDP2 allocates many tensors of different sizes. torch reads this setting when CUDA is initialized. A setting of the
-    user stays. Under WSL, drivers before R615 fail to map such memory (pytorch#192330), so torch's default stays.
+    FSDP2 allocates many tensors of different sizes. A setting of the user stays. Under WSL, drivers before R615 fail to
+    map such memory (pytorch#192330), so torch's default stays.
     """
+    import torch
+
     if "microsoft" not in platform.release().lower() and not any(name in os.environ for name in _GPU_VARIABLES):
-        os.environ[_GPU_VARIABLES[0]] = "expandable_segments:True"
+        # torch reads the environment variables only once, which may have happened already.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def release_free_memory() -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from aliquot.machine.cpu import Precision, faster_precision, read_cpu
+from aliquot.machine.memory import AMPERE
 
 _FEWEST_ROWS, _FEWEST_COLUMNS, _SMALLEST_RIGHT_SIDE = 64, 512, 1 << 19
 _MKL, _NATIVE = "MKL", "not oneDNN"
@@ -27,13 +28,10 @@ _SIZES = {"cpu": (192, 384, 768, 1536), "cuda": (8192,)}
 _PRODUCTS = {"cpu": 1, "cuda": 16}
 
 
-_AMPERE = 8  # major compute capability from which GPUs multiply bf16
-
-
 def faster_precision_here(device: str) -> Precision:
     """Return what `train.precision: auto` chooses on this machine: bf16 where it is faster than fp32."""
     if device == "cuda":
-        return "bf16" if torch.cuda.get_device_capability()[0] >= _AMPERE else "fp32"
+        return "bf16" if torch.cuda.get_device_capability()[0] >= AMPERE else "fp32"
     return faster_precision(read_cpu().isa)
 
 

@@ -1,4 +1,4 @@
-"""The memory of this process and of its GPU, and the limit that its container sets."""
+"""The memory of this process and of its GPU, the limit that its container sets, and whether there are GPUs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aliquot.machine.cgroup import control_groups, read_text
 
+AMPERE = 8  # the first major compute capability of GPUs with bf16, and with kernels for attention
 _SELF = Path("/proc/self")
 _LEAST_LOCKABLE_BYTES = 1 << 30  # NCCL's and libfabric's buffers in host memory; systemd's default limit is 8 MiB
 _PAUSE = 100  # pause between readings, in multiples of a reading's duration: readings take at most 1 % of the time
@@ -159,3 +160,8 @@ class Gpu:
 def current_gpu(device: str) -> Gpu | None:
     """Return the GPU of a rank that computes on `device`, or None if `device` is the CPU."""
     return Gpu() if device == "cuda" else None
+
+
+def has_gpus(root: Path = Path("/")) -> bool:
+    """Whether this machine may have GPUs: torch, which is slow to import, knows their number. WSL has one device."""
+    return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists()

@@ -85,7 +85,7 @@ class Loaded:
         transformers checks most values of config.json and generation_config.json only when it uses them.
         """
         try:
-            generated: Tensor = self.model.generate(ids, **options)
+            generated: Tensor = self.model.generate(ids.to(self.model.device), **options)
         except Exception as error:
             if resource_error(error) is not None:
                 raise
@@ -97,8 +97,8 @@ class Loaded:
         return generated
 
 
-def load(directory: Path, base: str | None = None, device: str = "cpu") -> Loaded:
-    """Load the model in `directory`, or the adapter in `directory` with its base model, onto a device.
+def load(directory: Path, base: str | None = None) -> Loaded:
+    """Load the model in `directory`, or the adapter in `directory` with its base model, onto the GPU if there is one.
 
     `base` is the directory of the base model if the base model has moved since training. On a device that multiplies
     faster in fp32 than in bf16, the weights become fp32; otherwise their dtype stays.
@@ -115,7 +115,7 @@ def load(directory: Path, base: str | None = None, device: str = "cpu") -> Loade
         # transformers does not find an adapter under the file names of a checkpoint: export the adapter first.
         with tempfile.TemporaryDirectory() as folder:
             export_checkpoint(directory, Path(folder) / "export", "float32")
-            return load(Path(folder) / "export", base, device)
+            return load(Path(folder) / "export", base)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -131,6 +131,7 @@ def load(directory: Path, base: str | None = None, device: str = "cpu") -> Loade
     ByteMap.from_directory(directory, STEM if adapts else "model")
     try:
         tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = "auto" if faster_precision_here(device) == "bf16" else torch.float32
         model = without_code(AutoModelForCausalLM.from_pretrained)(whole, dtype=dtype, use_safetensors=True)
         if whole != directory:

@@ -184,14 +184,15 @@ class Recorder:
         self._logged = (self._done, now)
         steps = self._done - step
         seconds = {part: (now[part] - before[part]) / steps for part in PARTS}
-        # Measure the ceiling again if other work disturbed the first measurement, because that work may have ended.
+        # Measure the ceiling again if other work disturbed the first measurement, because that work may have ended. The
+        # memory of a GPU, which a measurement needs, is full by now.
         is_doubtful = not self._ceiling_is_sure and time.monotonic() - self._started_at > _REMEASURE_AFTER_S
         reports = self._ranks.gather(
             {
                 "parts": seconds,
                 "memory": self._pss.bytes(),
                 "gpu_memory": None if self._run.gpu is None else self._run.gpu.memory().used_bytes,
-                "measure": self.meter.beats_ceiling or is_doubtful,
+                "measure": self._run.gpu is None and (self.meter.beats_ceiling or is_doubtful),
             }
         )
         if reports[0]["measure"] and self._measurements_left:

@@ -92,7 +92,8 @@ class ResidentAdamW:
             adamw(
                 [weight.master for weight, _ in pairs], [gradient.float() for _, gradient in pairs],
                 [weight.exp_avg for weight, _ in pairs], [weight.exp_avg_sq for weight, _ in pairs], [],
-                [torch.tensor(float(self.steps), device=clip.device) for _ in pairs],
+                # A kernel fills them. A copy of a number from the host would wait for the GPU, once for each weight.
+                list(torch.full((len(pairs),), float(self.steps), device=clip.device).unbind()),
                 fused=True, amsgrad=False, beta1=self._betas[0], beta2=self._betas[1], lr=rate * ratio,
                 weight_decay=self._weight_decay if decays else 0.0, eps=self._epsilon, maximize=False,
                 grad_scale=1 / clip, found_inf=(~finite).float(),

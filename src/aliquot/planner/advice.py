@@ -76,13 +76,17 @@ def _series(plan: Plan, search: Search, requested: RunConfig) -> list[Iterator[C
     if plan.bottleneck != "compute-bound":
         is_chosen = next(larger_micro_batches(requested, layout.world_size), None) is not None
         series += _larger_batches(config, layout)[: 1 if is_chosen else None]
+        single: list[dict[str, object]] = []
         if plan.engine != "host":
             # On GPUs, engine host is another way to keep states in host memory.
-            host = {"shard.engine": "host"} | ({"shard.offload": "none"} if config.shard.offload == "cpu" else {})
-            series.append(iter([Change(with_settings(config, host), host)]))
+            single.append(
+                {"shard.engine": "host", **({"shard.offload": "none"} if config.shard.offload == "cpu" else {})}
+            )
         if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
-            smaller = {"shard.reduce_dtype": "bf16"}
-            series.append(iter([Change(with_settings(config, smaller), smaller)]))
+            single.append({"shard.reduce_dtype": "bf16"})
+        if layout.nodes > 1 and layout.ranks_per_node > 1 and (plan.engine, plan.replicate) == ("fsdp", "none"):
+            single.append({"shard.replicate": "nodes"})
+        series += [iter([Change(with_settings(config, settings), settings)]) for settings in single]
     return series
 
 

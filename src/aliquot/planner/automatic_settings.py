@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 from aliquot.config.schema import RunConfig
-from aliquot.core.errors import EngineError, UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError
 from aliquot.data.workload import BatchSize
 from aliquot.planner.memory_plan import UNCERTAINTY
 from aliquot.planner.plan import Plan
@@ -25,7 +25,6 @@ _COMPILE_WORTH_S = 300.0  # `train.compile: auto` compiles to save this; the com
 _COMPILE_GAIN = 0.01  # of a step; decides instead if the number of steps is unknown
 _SAVE_EVERY_S = 1800.0
 _SAVING_SHARE = 0.05  # of the time of a run, at most, that `checkpoint.every: auto` lets training wait for saves
-_REPLICAS_GAIN = 0.01  # of a step; less is not worth the memory
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
@@ -125,22 +124,6 @@ def plan_compiled_if_it_pays(config: RunConfig, can_compile: bool, plan_of: Plan
     gain = 1 - faster.step_with_messages_s / plan.step_with_messages_s
     pays = gain * training_s >= _COMPILE_WORTH_S if plan.steps else gain >= _COMPILE_GAIN
     return faster if pays and (faster.fits or not plan.fits) else plan
-
-
-def plan_replicated_if_faster(config: RunConfig, can_replicate: bool, plan_of: PlanOf) -> Plan:
-    """Plan a run with `shard.replicate: auto`: every node holds all states if that fits and makes a step shorter.
-
-    `can_replicate`: there are several nodes of several ranks. A node of one rank would not shard at all.
-    """
-    plan = plan_of(with_settings(config, {"shard.replicate": "none"}))
-    if not can_replicate:
-        return plan
-    try:
-        faster = plan_of(with_settings(config, {"shard.replicate": "nodes"}))
-    except EngineError:  # other settings exclude replicas
-        return plan
-    limit_s = (1 - _REPLICAS_GAIN) * plan.step_with_messages_s
-    return faster if faster.fits and faster.step_with_messages_s <= limit_s else plan
 
 
 def plan_with_regular_saves(config: RunConfig, plan_of: PlanOf) -> Plan:

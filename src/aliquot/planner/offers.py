@@ -178,7 +178,7 @@ def undominated(types: Sequence[InstanceType]) -> list[InstanceType]:
 def _undominated_types(device: str) -> list[InstanceType]:
     kinds = {"cpu": [False], "cuda": [True], "auto": [False, True]}[device]
     priced = [ec2 for ec2 in instances() if ec2.usd_per_hour is not None and bool(ec2.gpus) in kinds]
-    return undominated([ec2 for ec2 in priced if not ec2.shares_cpus])
+    return undominated([ec2 for ec2 in priced if not ec2.shares_cpus and not ec2.has_old_gpu])
 
 
 def _type(name: str, device: str) -> InstanceType:

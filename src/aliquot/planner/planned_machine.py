@@ -13,10 +13,10 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DeviceError, PlanError
 from aliquot.distributed.auto_ranks import cpu_ranks
 from aliquot.distributed.launcher import apply_environment
-from aliquot.distributed.topology import RankLayout, threads_per_rank
+from aliquot.distributed.topology import RankLayout, old_gpu, threads_per_rank
 from aliquot.machine.allocator import training_allocator
 from aliquot.machine.cpu import CpuFacts, Precision, faster_precision, read_cpu
-from aliquot.machine.memory import memory_limit
+from aliquot.machine.memory import AMPERE, has_gpus, memory_limit
 from aliquot.machine.storage import nearest_directory, written_bytes_per_s
 from aliquot.machine.torch_compile import can_compile
 
@@ -31,8 +31,6 @@ _SOCKET_CORES = {
 # EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
-_AMPERE = 8  # the first major compute capability of GPUs with instructions for bf16
-_GPUS_BEFORE_AMPERE = {"t4", "t4g", "v100"}  # of EC2
 
 
 # The value of `aliquot plan --isa` -> the instruction sets of such a processor, the fastest first.
@@ -63,7 +61,7 @@ class Machine:
     gpus: int = 0
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
-    gpu_has_bf16: bool = True  # whether a GPU has instructions for bf16
+    gpu_is_old: bool = False  # whether a GPU lacks kernels for attention
     disk_bytes_per_s: float | None = None  # of shard.offload_directory, both directions together
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # None: another machine than this one
@@ -78,7 +76,7 @@ class Machine:
     def local(cls, cpu: CpuFacts | None = None) -> Self:
         """Return this machine. `cpu`: facts from before this process was pinned to a few cores."""
         cpu = cpu or read_cpu()
-        gpus, gpu_name, gpu_memory_bytes, gpu_has_bf16 = _gpus()
+        gpus, gpu_name, gpu_memory_bytes, gpu_is_old = _gpus()
         return cls(
             name=cpu.model,
             instance=None,
@@ -92,7 +90,7 @@ class Machine:
             gpus=gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
-            gpu_has_bf16=gpu_has_bf16,
+            gpu_is_old=gpu_is_old,
             cpu=cpu,
             allocator=training_allocator(os.environ),
             can_compile=can_compile(os.environ),
@@ -116,7 +114,7 @@ class Machine:
             gpus=ec2.gpus,
             gpu_name=ec2.gpu_name,
             gpu_memory_bytes=ec2.gpu_memory_bytes,
-            gpu_has_bf16=ec2.gpu_name not in _GPUS_BEFORE_AMPERE,
+            gpu_is_old=ec2.has_old_gpu,
         )
 
     @classmethod
@@ -135,15 +133,16 @@ class Machine:
         )
 
     def device(self, setting: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-        """Return the device that `launch.device` means here. Raises DeviceError for cuda without GPUs."""
+        """Return the device that `launch.device` means here. Raises DeviceError for no GPUs or old ones."""
         if setting == "cuda" and not self.gpus:
             raise DeviceError(f"launch.device is cuda, but {self.name} has no GPU: set launch.device=cpu")
+        if setting != "cpu" and self.gpu_is_old:
+            raise old_gpu(f"{self.gpu_name} of {self.name}")
         return "cuda" if self.gpus and setting != "cpu" else "cpu"
 
     def faster_precision(self, device: Literal["cpu", "cuda"]) -> Precision:
         """Return the value of `train.precision: auto`: bf16 where matrix products are faster in bf16 than in fp32."""
-        gpu: Precision = "bf16" if self.gpu_has_bf16 else "fp32"
-        return gpu if device == "cuda" else faster_precision(self.isa)
+        return "bf16" if device == "cuda" else faster_precision(self.isa)
 
     def layout(self, config: RunConfig, nodes: int | None = None, ranks_per_node: int | None = None) -> RankLayout:
         """Return the layout of ranks and threads of a run. `nodes` and `ranks_per_node` override `config`."""
@@ -226,13 +225,13 @@ def _clock_hz() -> float | None:
 
 
 def _gpus() -> tuple[int, str | None, int | None, bool]:
-    """Return the number of GPUs that torch sees; name and memory of the first GPU, and whether it multiplies bf16."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    """Return the number of GPUs that torch sees; name and memory of the first GPU, and whether it is too old."""
+    if has_gpus():
         import torch
 
         if count := torch.cuda.device_count():
             properties = torch.cuda.get_device_properties(0)
-            return count, str(properties.name), int(properties.total_memory), properties.major >= _AMPERE
+            return count, str(properties.name), int(properties.total_memory), properties.major < AMPERE
     return 0, None, None, False
 
 

@@ -11,7 +11,6 @@ from aliquot.engines.select import chosen_engine
 from aliquot.planner import fit_check
 from aliquot.planner.automatic_settings import (
     plan_compiled_if_it_pays,
-    plan_replicated_if_faster,
     plan_with_fast_micro_batch,
     plan_with_least_recomputation,
     plan_with_regular_saves,
@@ -59,9 +58,8 @@ class Planner(ModelOnMachine):
     def plan(self, config: RunConfig, layout: RankLayout, workload: Workload, approximate: bool = False) -> Plan:
         """Plan a run.
 
-        On CPUs, `shard.engine: auto` falls back from engine host to engine fsdp if only fsdp fits. Engine host may need
-        more memory, because each node keeps a copy of the weights and, on several nodes, gradient sums for the other
-        nodes. On GPUs, `auto` takes engine host instead of fsdp if host fits, and is faster or the only one that fits.
+        `shard.engine: auto` falls back from engine host to engine fsdp if only fsdp fits. Engine host may need more
+        memory, because each node keeps a copy of the weights and, on several nodes, gradient sums for the other nodes.
 
         Args:
             approximate: extrapolate micro-batches of more than two sequences, to make many plans in little time.
@@ -81,9 +79,6 @@ class Planner(ModelOnMachine):
             return plan_with_fast_micro_batch(config, layout.world_size, must_be_1, plan_of)
         if config.train.compile == "auto":
             return plan_compiled_if_it_pays(config, self.machine.can_compile, plan_of)
-        if config.shard.replicate == "auto":
-            can_replicate = layout.nodes > 1 and layout.ranks_per_node > 1 and not config.train.fp8
-            return plan_replicated_if_faster(config, can_replicate, plan_of)
 
         def plan_with(engine: str) -> Plan:
             return RunPlan(self, config, engine, layout, workload, approximate).make()
@@ -91,20 +86,15 @@ class Planner(ModelOnMachine):
         def fits(made: Plan) -> bool:
             return not fit_check.problems(made, self.machine)
 
-        engine, shard, on_gpu = self.engine(config, layout), config.shard, layout.device == "cuda"
+        engine, shard = self.engine(config, layout), config.shard
         made = plan_with(engine)
-        if on_gpu:
-            is_free = shard.collectives == "auto" and shard.replicate == "none" and not config.train.fp8
-            may_change = engine == "fsdp" and shard.offload == "none" and is_free
-        else:
-            # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
-            needs_host = shard.collectives == "shared_memory" or config.train.optimizer_states != "fp32"
-            may_change = engine == "host" and shard.offload != "disk" and not needs_host and not fits(made)
-        if shard.engine != "auto" or not may_change:
+        # Engine fsdp has shared memory on a single node only, and neither compressed states nor offload to disk.
+        needs_host = shard.collectives == "shared_memory" or config.train.optimizer_states != "fp32"
+        may_change = shard.engine == "auto" and engine == "host" and shard.offload != "disk" and not needs_host
+        if not may_change or fits(made):
             return made
-        changed = plan_with("host" if on_gpu else "fsdp")
-        helps = changed.step_with_messages_s < made.step_with_messages_s or not fits(made)
-        return changed if helps and fits(changed) else made
+        changed = plan_with("fsdp")
+        return changed if fits(changed) else made
 
     def plan_on_fewest_nodes(self, config: RunConfig, layout: RankLayout, workload: Workload) -> Plan | None:
         """Plan an elastic run on its minimum number of nodes, because each node then needs the most memory.

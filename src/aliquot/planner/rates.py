@@ -76,11 +76,8 @@ _SOCKET_BYTES_PER_S = 1.5e9  # per rank, by gloo over loopback TCP
 _NETWORK_REACHED = 0.8  # fraction of the nominal rate that gloo reaches
 
 # Dense bf16 and fp32 FLOP/s, memory bytes/s, and NVLink bytes/s in one direction (None: PCIe), from NVIDIA's data
-# sheets. T4 and V100 have no bf16 and compute in fp32 instead. FLOP/s of the RTX PRO 4500 are those of the RTX PRO 6000
-# in proportion to their CUDA cores.
+# sheets. FLOP/s of the RTX PRO 4500 are those of the RTX PRO 6000 in proportion to their CUDA cores.
 _GPUS: dict[str, tuple[float, float, float, float | None]] = {
-    "t4": (8.1e12, 8.1e12, 320e9, None),
-    "v100": (15.7e12, 15.7e12, 900e9, 150e9),
     "a10g": (70e12, 31e12, 600e9, None),
     "l4": (121e12, 30e12, 300e9, None),
     "l40s": (362e12, 91e12, 864e9, None),
@@ -128,13 +125,12 @@ def _estimated_gpu(machine: Machine, assumed: str) -> Rates:
         nvlink = None
     link = _PCIE_PEER_BYTES_PER_S if nvlink is None else nvlink * _NVLINK_REACHED
     linked = f", {'PCIe' if nvlink is None else 'NVLink'} at {link / 1e9:.0f} GB/s" if machine.gpus > 1 else ""
-    fp32 = fp32_peak * _GPU_FP32_REACHED
     is_sxm = "pcie" not in plain_name and "nvl" not in plain_name  # the data sheet is for SXM modules
     reached = _REACHED_BY.get(name or "", _GPU_REACHED) if is_sxm else _GPU_REACHED
-    bf16 = peak * reached if machine.gpu_has_bf16 else fp32
+    bf16, fp32 = peak * reached, fp32_peak * _GPU_FP32_REACHED
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
-    sheet += ", which has no bf16" if bf16 == fp32 else ", as one H200 reached" if reached == 0.75 else ""
-    source = f"estimate: {bf16 / peak:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
+    sheet += ", as one H200 reached" if reached == 0.75 else ""
+    source = f"estimate: {reached:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}){linked}{assumed}"
     off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
     return _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)
 
@@ -161,8 +157,9 @@ def network_bytes_per_s(machine: Machine) -> float:
 
 
 def known_gpu(name: str | None) -> str | None:
-    """Return the key in `_GPUS` of the data sheet that matches a GPU's name; None if no key matches."""
-    return next((known for known in sorted(_GPUS, key=len, reverse=True) if known in _plain(name)), None)
+    """Return the key in `_GPUS` of the data sheet that matches a GPU's name; None for others, and for a part (MIG)."""
+    known = sorted(_GPUS, key=len, reverse=True)
+    return next((sheet for sheet in known if sheet in _plain(name) and "mig" not in _plain(name)), None)
 
 
 def _plain(name: str | None) -> str:

@@ -183,8 +183,7 @@ class Search:
             is_automatic = config.shard.engine == "auto" and engine == present_engine
             for states, reduce_dtype, offload in _state_settings(config, layout, engine):
                 settings: dict[str, object] = {
-                    # On GPUs, `auto` compares plans.
-                    "shard.engine": "auto" if is_automatic and layout.device == "cuda" else engine,
+                    "shard.engine": engine,
                     "shard.reduce_dtype": reduce_dtype,
                     "shard.offload": offload,
                     "train.gradient_checkpointing": checkpointing,

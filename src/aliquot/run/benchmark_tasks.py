@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from aliquot.core.errors import MissingToolError, UsageError
 from aliquot.models.generate import Loaded, load
 from aliquot.models.source import local_directory
@@ -61,7 +59,7 @@ def evaluate_tasks(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = TaskManager(include_path=None if options.include_path is None else str(options.include_path))
     loaded_tasks = [task for name in _names(manager, tasks) for task in _load_task(manager, name)]
-    loaded = load(local_directory(model), base, "cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load(local_directory(model), base)
     try:
         results = simple_evaluate(
             model=HFLM(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_flex_attention_gets_what_flash_cannot(
 ) -> None:
     case = (LENGTHS, window, HEADS["grouped"], torch.float64, softcap, has_sinks, value_dim)
     assert_equal(results(CudaAttention(flex=flex_stand_in), *case), results(ReferenceAttention(), *case), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("shared_memory", "block"), [(49152, 32), (101376, 32), (166912, None), (232448, None)],
+    ids=["RTX 2080", "L40S", "A100", "H100"],
+)  # fmt: skip
+def test_flex_attention_gets_small_blocks_where_shared_memory_is_small(
+    monkeypatch: pytest.MonkeyPatch, shared_memory: int, block: int | None
+) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    options = cuda_attention.kernel_options.__wrapped__(torch.device("cuda", 0))
+    assert options == (None if block is None else options)
+    if options is not None:
+        sizes = [options[f"BLOCK_{name}"] for name in ("M", "N", "M1", "N1", "M2", "N2")]
+        assert sizes == [block] * 6 and options["num_stages"] == 1 and len(options) == 7
+    assert cuda_attention.kernel_options(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])

@@ -5,7 +5,7 @@
 | `Heartbeat` | heartbeats of other nodes | `SILENT_S`, or `launch.step_timeout_s` if less | each rank, as `peer-lost` |
 | `IdleWatchdog` | CPU time and bytes of all ranks, in every stage | `launch.step_timeout_s` | all ranks, as `hung` |
 | `StepWatchdog` | progress of training steps | the same; less after a stop signal | this rank, as `hung` |
-| `CollectiveWatchdog` | NCCL's collectives: a waiting rank looks busy | the same | this rank, as `hung` |
+| torch's own watchdog | NCCL's collectives: a waiting rank looks busy | a minute more | this rank, by SIGABRT |
 
 The first exit of a rank ends all ranks. A watchdog that finds a hang asks the heartbeat first, because a lost node
 explains the hang.
@@ -17,7 +17,6 @@ import faulthandler
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,17 +24,14 @@ from typing import Self
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from aliquot.core.small_files import open_unlinked
-from aliquot.distributed.flight_recorder import oldest_pending, write_collectives
 from aliquot.distributed.liveness.heartbeat import SILENT_S, Heartbeat
 from aliquot.distributed.liveness.idle_watchdog import IdleWatchdog
 from aliquot.distributed.liveness.watchdog import Watchdog, WatchedRank
-from aliquot.distributed.rank_errors import bounded_call
 from aliquot.distributed.topology import Topology
 
 # After a stop signal, other ranks may have ended. A step that takes longer than these limits will then never end.
 _LATE_STEPS = 3  # times the longest step so far
 _LEAST_LATE_S = 30.0
-_NCCL_INTERVAL_S = 5.0
 
 
 class Liveness(ExitStack):
@@ -59,29 +55,7 @@ class Liveness(ExitStack):
     def __enter__(self) -> Self:
         self.enter_context(self.heartbeat)
         self.enter_context(IdleWatchdog(self.rank, self._store))
-        if self.rank.topology.device == "cuda" and self.rank.topology.world_size > 1:
-            self.enter_context(CollectiveWatchdog(self.rank))
         return self
-
-
-class CollectiveWatchdog(Watchdog):
-    """A context manager that ends a rank when a collective of NCCL does not end within the timeout."""
-
-    def __init__(self, rank: WatchedRank) -> None:
-        super().__init__(min(_NCCL_INTERVAL_S, rank.timeout_s / 10))
-        self._rank = rank
-
-    def check(self) -> None:
-        hung, timeout_s = oldest_pending(), self._rank.timeout_s
-        if hung is None or hung.age_s <= timeout_s or self.is_over.is_set():
-            return
-        file, place = self._rank.file("collectives-rank-{}.json"), ""
-        if file is not None and bounded_call(partial(write_collectives, file)):
-            place = f"; the collectives of every rank: {file.with_name('collectives-rank-*.json')}"
-        self._rank.end(
-            f"{hung.description} has not ended for {hung.age_s:.0f} s (launch.step_timeout_s) while"
-            f" {self._rank.activity()}: is a rank missing, or does a firewall or security group block NCCL?{place}"
-        )
 
 
 class StepWatchdog(Watchdog):

@@ -32,6 +32,11 @@ _FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention
 _BLOCK = 128  # tokens of a block of a mask of flex_attention
 _GRAPHS = 64  # limit of compiled graphs of flex_attention; torch's limit of 8 is too low
 _HALF = (torch.bfloat16, torch.float16)
+_LARGE_SHARED_MEMORY = 160 << 10  # bytes of a GPU's thread block, which the kernels of flex_attention may need
+# Kernels of flex_attention that need at most 69,632 bytes, for Gemma 2, DeepSeek and Llama in fp32 as well.
+_SMALL_KERNELS: dict[str, Any] = {
+    **dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32), "num_stages": 1
+}  # fmt: skip
 
 
 @cache
@@ -42,6 +47,18 @@ def compiled_flex(backend: str = "inductor") -> Callable[..., Any]:
     uses fp32), and graphs for rows of one token or one block.
     """
     return compile_function(flex_attention, fullgraph=True, backend=backend, recompile_limit=_GRAPHS)
+
+
+@cache
+def kernel_options(device: torch.device) -> dict[str, Any] | None:
+    """Return options of flex_attention for a GPU with little shared memory, such as A10G, L4 and L40S (99 KiB).
+
+    torch chooses blocks by the GPU's generation and the width of heads. The kernels of wide heads would not start.
+    """
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type lacks the attribute
+    return _SMALL_KERNELS if properties.shared_memory_per_block_optin < _LARGE_SHARED_MEMORY else None
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,7 @@ class CudaAttention:
         out, aux = self.flex(
             query, key, value, score_mod=None if cap is None else capped, block_mask=documents.cuts[kind],
             scale=scoring.scaling, enable_gqa=query.shape[1] != key.shape[1], return_aux=AuxRequest(lse=True),
+            kernel_options=kernel_options(query.device),
         )  # fmt: skip
         if scoring.sinks is not None:
             # A sink adds its exponential to the denominator of the softmax, but has no value vector.
