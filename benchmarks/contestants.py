@@ -79,7 +79,8 @@ def aliquot_steps(
     initialize.initialize(engine, built.fills, 1)
     for part in engine.parts() if adapter is not None else ():
         if part.name not in built.learned:
-            engine.write(part, part.start, torch.randn(part.numel) * 0.02)
+            for start in range(part.start, part.stop, 1 << 22):  # no block is larger when a checkpoint is read
+                engine.write(part, start, torch.randn(min(1 << 22, part.stop - start)) * 0.02)
     engine.ready()
     step = 0
     while True:

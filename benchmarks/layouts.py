@@ -29,6 +29,7 @@ LLAMA_1B = {  # 1,235,814,400 parameters, 2.47 GB; five files here
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
+LLAMA_3B = {**LLAMA_1B, "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "head_dim": 128}
 LLAMA_8B = {  # 8,030,261,248 parameters, 16.06 GB in four files
     "hidden_size": 4096,
     "intermediate_size": 14336,

@@ -4,10 +4,11 @@ python benchmarks/lora.py --json lora.json [--shape 500m] [--precision auto] [--
 
 A step has about 1,024 real tokens per rank. Sequences are either full, with 512 tokens and no padding, or documents of
 65 tokens on average. aliquot packs these documents; the peer pads eight of them to the longest, as it does by default.
-Adapters have rank 16, on all linear layers. aliquot compiles the layers, as it does by default in a long run. One
-contestant has its base in nf4; it and the bf16 base also compute rows of 4,096 tokens. Rounds alternate. Figures are
-medians of all steps but the first ones, and the peak PSS of a rank. Other work on the machine changes tokens per CPU
-second, of the slowest rank, less than tokens/s. `--shape 8b-wide` is two layers of Llama-3-8B; `--who` selects.
+Adapters have rank 16, on all linear layers. aliquot compiles the layers, as it does by default in a long run. Two
+contestants have the base in nf4: aliquot, and peft with bitsandbytes, if that is installed. Both of aliquot's bases
+also compute rows of 4,096 tokens. Rounds alternate. Figures are medians of all steps but the first ones, and the peak
+PSS of a rank. Other work on the machine changes tokens per CPU second, of the slowest rank, less than tokens/s.
+`--shape 8b-wide` is two layers of Llama-3-8B; `--who` and `--work` select.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,17 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smoke
 from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
-from benchmarks.layouts import LLAMA_8B, LLAMA_125M, LLAMA_500M, llama_config
+from benchmarks.layouts import LLAMA_3B, LLAMA_8B, LLAMA_125M, LLAMA_500M, generate, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, PeakPss, run_world, tell
 
 RANKS, BATCH = 2, 8
 TWO_LAYERS = {**LLAMA_8B, "num_hidden_layers": 2, "vocab_size": 8192}
-SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "8b-wide": TWO_LAYERS, "tiny": smoke.TINY}
+SHAPES = {"125m": LLAMA_125M, "500m": LLAMA_500M, "3b": LLAMA_3B, "8b-wide": TWO_LAYERS, "tiny": smoke.TINY}
 LONG = "rows of 4,096 tokens"
 WORKS = {"full sequences": Work(512, 2), "documents of 65 tokens": Work(512, 2, 65), LONG: Work(4096, 1)}
 NF4 = "aliquot, LoRA on nf4"
-WHO = ("aliquot, LoRA", NF4, "aliquot, all weights", "peft + HF Trainer + DDP")
+PEER = "peft + HF Trainer + DDP"
+NF4_PEER = "peft + bitsandbytes nf4 + HF Trainer + DDP"
+WHO = ("aliquot, LoRA", NF4, "aliquot, all weights", PEER, NF4_PEER)
 R, ALPHA = 16, 32
 
 
@@ -48,7 +52,8 @@ def main() -> None:
     arguments.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
-    arguments.add_argument("--who", nargs="+", choices=WHO, default=WHO)
+    arguments.add_argument("--who", nargs="+", choices=WHO, default=WHO if find_spec("bitsandbytes") else WHO[:-1])
+    arguments.add_argument("--work", nargs="+", choices=WORKS, default=tuple(WORKS))
     given = smoke.parse(arguments, shape="tiny", precision="fp32", steps=1, rounds=1)
     from aliquot.machine.allocator import allocator_environment
     from aliquot.machine.cpu import read_cpu
@@ -59,7 +64,7 @@ def main() -> None:
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)
     for _ in range(given.rounds):
-        for work in WORKS:
+        for work in given.work:
             for who in given.who:
                 if who == "aliquot, all weights" and work != "full sequences":
                     continue
@@ -72,13 +77,18 @@ def main() -> None:
     by = {(row["who"], row["work"]): row for row in rows}
     targets = []
     for work, name in zip(WORKS, ("_full_rows", "", "_long_rows"), strict=True):
-        own, peer, compressed = (by.get((who, work), {}) for who in ("aliquot, LoRA", "peft + HF Trainer + DDP", NF4))
+        own, peer, compressed, nf4_peer = (by.get((who, work), {}) for who in ("aliquot, LoRA", PEER, NF4, NF4_PEER))
         if peer:
             targets += [
                 target(f"lora_speedup{name}", _ratio("tokens_per_s", own, peer), 1.5, "higher"),
                 target(f"lora_memory{name}", _ratio("pss_gb", own, peer), 0.5, "lower"),
             ]
-        if compressed:
+        if nf4_peer:
+            targets += [
+                target(f"nf4_speedup{name}", _ratio("tokens_per_s", compressed, nf4_peer), 3.0, "higher"),
+                target(f"nf4_peer_memory{name}", _ratio("pss_gb", compressed, nf4_peer), 0.3, "lower"),
+            ]
+        if compressed and own:
             least = 0.92 if name else 0.75
             targets += [
                 target(f"nf4_speed{name}", _ratio("tokens_per_cpu_s", compressed, own), least, "higher"),
@@ -131,7 +141,7 @@ def rank() -> None:
     warm = 1 if who.startswith("peft") else 3  # compilation, and changing shapes
     config, count = llama_config(SHAPES[shape]), int(steps) + warm
     if who.startswith("peft"):
-        tokens = peer(config, WORKS[work], precision, count, ended)
+        tokens = peer(config, WORKS[work], precision, count, ended, nf4=who == NF4_PEER)
     else:
         topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
         adapter = AdapterSection(r=R, alpha=ALPHA, base="nf4" if who == NF4 else "bf16") if "LoRA" in who else None
@@ -146,11 +156,16 @@ def rank() -> None:
     os._exit(0)
 
 
-def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object]) -> float:
-    """Train as in peft's documentation (get_peft_model, Trainer); return the real tokens of a rank's mean step."""
+def peer(
+    config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object], *, nf4: bool
+) -> float:
+    """Train as in peft's documentation (get_peft_model, Trainer); return the real tokens of a rank's mean step.
+
+    With `nf4`, the documentation of QLoRA: load the stored model in 4 bits with double quantisation.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 
     class Documents(torch.utils.data.Dataset[torch.Tensor]):
         """The documents of the rows that aliquot packs, in batches with as many real tokens per step as possible."""
@@ -177,7 +192,17 @@ def peer(config: dict[str, Any], work: Work, precision: str, steps: int, ended: 
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    if nf4:
+        codes = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
+        with tempfile.TemporaryDirectory() as stored:
+            generate(Path(stored) / "model", {name: value for name, value in config.items() if name != "dtype"})
+            model = AutoModelForCausalLM.from_pretrained(
+                f"{stored}/model", dtype=dtype, quantization_config=codes, device_map={"": "cpu"}
+            )
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     model = get_peft_model(model, LoraConfig(r=R, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
     documents = Documents()
     mean = sum(documents.lengths) / len(documents.lengths)

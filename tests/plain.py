@@ -91,9 +91,15 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float
 
 def add_lora(model: nn.Module, adapter: AdapterSection) -> None:
     """By peft itself."""
-    of_mixture = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    wanted = of_mixture if "moe" in str(getattr(model.config, "model_type", "")) else "all-linear"
-    settings = LoraConfig(r=adapter.r, lora_alpha=int(adapter.alpha), target_modules=wanted)
+    wanted = adapter.target_modules
+    if wanted == "all-linear" and "moe" in str(getattr(model.config, "model_type", "")):
+        wanted = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    names = {name.rpartition(".")[2] for name, _ in model.named_parameters() if ".experts." in name}
+    experts = [f"experts.{name}" for name in ("gate_up_proj", "up_proj", "down_proj") if name in names]
+    settings = LoraConfig(
+        r=adapter.r, lora_alpha=int(adapter.alpha), target_modules=wanted,
+        target_parameters=experts if adapter.experts else None,
+    )  # fmt: skip
     inject_adapter_in_model(settings, model)
 
 

@@ -287,7 +287,12 @@ def test_conversations(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPa
         (
             {"a.txt": "x y z"},
             {"eval_fraction": 0.5},
-            "data.eval_fraction 0.5.*: no usable document: there is none here, because data.eval_fraction",
+            r"data.eval_fraction 0.5\): no document is (left to train on|held out): set data.eval_path instead. A text",
+        ),
+        (
+            {"a.txt": "a\nb\nc\nd\ne\nf\n"},
+            {"eval_fraction": 0.01, "document": "line"},
+            r"data.eval_fraction 0.01\): no document is held out: set data.eval_fraction: 0.\d+. A text",
         ),
         ({"a.jsonl": '{"text": [{"role": "user", "content": "a"}]}\n'}, {}, "the tokenizer has no chat template"),
         (

@@ -117,6 +117,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3}
 NF4, INT8 = (AdapterSection(r=5, alpha=20, base=name) for name in ("nf4", "int8"))
 LORA = AdapterSection(r=5, alpha=20)  # no world size above 1 divides it
+LORA_OF_EXPERTS, NF4_OF_EXPERTS = (AdapterSection(r=5, alpha=20, experts=True, base=base) for base in ("bf16", "nf4"))
 
 CASES = {
     case.name: case
@@ -246,8 +247,8 @@ CASES = {
         Case("llama-int8-base", {"model_type": "llama", **WIDE}, adapter=INT8, checkpointing="selective"),
         Case("qwen2-tied-nf4-bf16", {"model_type": "qwen2", **WIDE}, adapter=NF4, precision="bf16"),
         Case("gpt2-nf4", {"model_type": "gpt2", **WIDE, **NO_DROPOUT}, adapter=NF4),
-        Case("moe-nf4", {"model_type": "qwen3_moe", **WIDE, **EXPERTS}, adapter=NF4, steps=FAR),
-        Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA, steps=3),
+        Case("moe-nf4", {"model_type": "qwen3_moe", **WIDE, **EXPERTS}, adapter=NF4_OF_EXPERTS, steps=FAR),
+        Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA_OF_EXPERTS, steps=3),
     ]
 }
 

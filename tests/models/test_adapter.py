@@ -15,13 +15,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from aliquot.config.adapter_section import AdapterSection
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.models.adapter import fuse, fused_lora_layer
+from aliquot.models.adapter import adapt
 from aliquot.models.load import LoadOptions, load_weights, new_rows
+from aliquot.models.lora_layers import fuse, fused_lora_layer
+from aliquot.models.narrow import narrow
+from aliquot.nn.experts.sorted_experts import IMPLEMENTATION
+from aliquot.nn.experts.sorted_experts import register as register_experts
 from aliquot.tensor_io.bytemap import ByteMap
-from tests import runs
+from tests import plain, runs
 from tests.tensor_io.world import FakeStore, Tensors, run_world
 
 
@@ -44,6 +49,37 @@ def test_a_result_may_be_changed_in_place() -> None:
         results.append([result, given.grad, layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_moe", "nemotron_h"])
+def test_experts_learn_as_with_peft(kind: str) -> None:
+    """gpt_oss has transposed weights with biases; nemotron_h has no gates."""
+    config = narrow(AutoConfig.for_model(kind))
+    adapter = AdapterSection(r=3, alpha=12.0, experts=True, target_modules=["q_proj", "v_proj"])
+    ours, theirs = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    register_experts()
+    ours.set_experts_implementation(IMPLEMENTATION)
+    adapt(ours, adapter)
+    for module in ours.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(weight, device="cpu")))
+    plain.add_lora(theirs, adapter)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for (name, weight), (same_name, same) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            assert name == same_name and weight.requires_grad is same.requires_grad is (".lora_" in name)
+            same.copy_(weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1))
+    ids = torch.randint(0, config.vocab_size, (1, 50), generator=generator)
+    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, theirs)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    adapted = [name for name, weight in ours.named_parameters() if weight.grad is not None]
+    assert any("experts" in name for name in adapted)
+    for name in adapted:
+        torch.testing.assert_close(ours.get_parameter(name).grad, theirs.get_parameter(name).grad, msg=name)
 
 
 MODEL: Tensors = [("embed.weight", (11, 4)), ("head.bias", (11,)), ("norm.weight", (4,))]

@@ -162,6 +162,30 @@ def test_exports_are_peft_s_and_merged_they_are_a_model(folder: Path, base: Path
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts_are_peft_s_and_merged_they_are_a_model(tmp_path: Path, kind: str) -> None:
+    shape = json.loads(narrow(AutoConfig.for_model(kind)).to_json_string()) | {"vocab_size": 300}
+    trained(write_config(tmp_path, "base", model={"config": shape}, train={"max_steps": 1}))
+    base = tmp_path / "base" / "export"
+    config = adapter_config(base, "lora", adapter={"r": 3, "alpha": 12.0, "experts": True, "base": "bf16"})
+    trained(config)
+    assert list(curve(tmp_path / "lora").values()) == pytest.approx(plain_curve(config, 6), rel=1e-5)
+    done = command("export", tmp_path / "lora", tmp_path / "merged", "--merge", "--dtype", "float32")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        adapted = PeftModel.from_pretrained(model, tmp_path / "lora/export").eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
+    assert not torch.allclose(adapted, before, atol=1e-3)
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
+    continued = adapter_config(base, "continued", adapter={"path": str(tmp_path / "lora/export")})
+    read = aliquot.read_config(continued).adapter
+    assert read is not None and read.experts and read.r == 3
+
+
+@pytest.mark.long
 def test_merged_weights_keep_the_names_of_the_base_files(tmp_path: Path) -> None:
     shape = json.loads(narrow(AutoConfig.for_model("nemotron_h")).to_json_string()) | {"vocab_size": 300}
     base = write_config(tmp_path, "base", model={"config": shape}, train={"max_steps": 1})

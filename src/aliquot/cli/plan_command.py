@@ -132,6 +132,7 @@ def command(
     locations: dict[KeyPath, Location] = {}
     with one_line_errors(debug), locate_errors(locations), collecting_no_garbage():
         from aliquot.cli.plan_offers import parse_batches, parse_tokens, print_offers
+        from aliquot.config.data_section import NO_TOKENIZER
         from aliquot.config.read_config import dump_with_locations, read_with_locations
         from aliquot.core.errors import PlanError, UsageError, writing
 
@@ -170,6 +171,8 @@ def command(
             raise UsageError("--optimize cost needs EC2 types and a number of tokens, for example --tokens 1B")
         target = _Target(instance, memory, cores, isa, network, nodes, ranks_per_node, document_tokens, number)
         names = _names(settings, target)
+        if settings.model.config is not None and not (settings.data.tokenizer or settings.data.tokenizer_vocab_size):
+            print(f"warning: this run needs more than its plan: {NO_TOKENIZER}", file=sys.stderr)
         result = _make_plan(settings, target, names, optimize is not None)
         if as_json:
             print(json.dumps(result.as_json(), indent=1))

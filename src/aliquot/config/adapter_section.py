@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -20,8 +20,9 @@ _PEFT_NAMES = {
 # Settings of peft with which an adapter is more than two matrices for each adapted layer.
 _UNSUPPORTED = (
     "use_dora", "use_qalora", "lora_bias", "modules_to_save", "layers_to_transform", "exclude_modules", "rank_pattern",
-    "alpha_pattern", "target_parameters", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "alpha_pattern", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
 )  # fmt: skip
+_EXPERT_WEIGHTS = {"up_proj", "down_proj"}  # or gate_up_proj
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # values of init_lora_weights
 
 
@@ -37,7 +38,9 @@ class AdapterSection(Section):
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Of their input, in training."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers, by the end of their names; all-linear: all but the output head and experts."""
+    """Linear layers, by the end of their names; all-linear: all but the output head and experts, see `experts`."""
+    experts: bool = False
+    """Adapt the weights of all experts of a mixture, too (peft's target_parameters)."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead."""
     base: Literal["bf16", "int8", "nf4"] = "bf16"
@@ -50,6 +53,12 @@ class AdapterSection(Section):
     def directory(self) -> Path | None:
         """Return the directory of the adapter with which training begins, or None."""
         return None if self.path is None else with_home(self.path)
+
+    @model_validator(mode="after")
+    def check_experts(self) -> Self:
+        if self.experts and self.dropout:
+            raise ValueError("adapter.dropout has no meaning for experts, whose rows it cannot reach: set it to 0")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -95,7 +104,11 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
         raise ConfigError(
             f"target_modules is the pattern {modules!r}: write the list of the matching names instead", file
         )
-    return {key: fields[peft_key] for peft_key, key in _PEFT_NAMES.items() if peft_key in fields}
+    parameters = fields.get("target_parameters") or []
+    if parameters and {name.rpartition(".")[2].removeprefix("gate_") for name in parameters} != _EXPERT_WEIGHTS:
+        raise ConfigError(f"target_parameters is {parameters}: only both weights of experts can be adapted", file)
+    settings = {key: fields[peft_key] for peft_key, key in _PEFT_NAMES.items() if peft_key in fields}
+    return settings | {"experts": bool(parameters)}
 
 
 def adapter_base_model(directory: Path, base: str | None = None) -> str:

@@ -27,6 +27,8 @@ def fitting_templates(tokens: Collection[str]) -> str:
     return " or ".join(name for name, needed in CHAT_TEMPLATES.items() if set(needed) <= set(tokens))
 
 
+MOST_HELD_OUT = 0.5
+NO_TOKENIZER = "a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size"
 Objective = Literal["sft", "dpo", "simpo", "orpo", "kto"]
 PAIR_OBJECTIVES: tuple[Objective, ...] = ("dpo", "simpo", "orpo")
 _DEFAULT_FIELDS: dict[Objective, tuple[str, ...]] = {
@@ -170,7 +172,7 @@ class DataSection(RecordsSection):
     """Files to evaluate on, given like data.path."""
     eval_split: str | None = None
     """A split of data.dataset to evaluate on."""
-    eval_fraction: float = Field(0.0, ge=0.0, le=0.5)
+    eval_fraction: float = Field(0.0, ge=0.0, le=MOST_HELD_OUT)
     """Hold out this fraction of each source for evaluation, instead of eval_path or eval_split."""
     eval_sources: list[NamedSection] = Field([])
     """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""

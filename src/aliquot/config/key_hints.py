@@ -115,6 +115,7 @@ _EQUIVALENTS = {
     "adapter.loraplus_lr_ratio": "loraplus_lr_ratio",
     "adapter.use_rslora": "peft_use_rslora",
     "adapter.dropout": "lora_dropout",
+    "adapter.experts: true": "target_parameters lora_target_parameters",
     "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
     # checkpoint
     "checkpoint.every": "save_steps save_strategy save_interval saves_per_epoch save_every checkpoint_interval"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from aliquot.config.data_section import DataSection, RecordsSection
+from aliquot.config.data_section import MOST_HELD_OUT, DataSection, RecordsSection
 from aliquot.config.section import texts_in
 from aliquot.core.decode import load_yaml, read_json_object
 from aliquot.core.errors import ConfigError, DataError
@@ -242,14 +243,30 @@ class HeldOut:
         return hashlib.sha256(f"{self.source.digest}\0{self.fraction!r}\0{self.side}".encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        limit, begins, held_out = int(self.fraction * 2**64), True, False
-        for document in self.source.documents():
-            if begins:  # the first part of a long document decides for the whole document
-                content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
-                held_out = int.from_bytes(content, "little") < limit
-            begins = document.ended
-            if held_out == (self.side == "held out"):
+        limit, is_empty = int(self.fraction * 2**64), True
+        for document, number in self._hashed():
+            if (number < limit) == (self.side == "held out"):
+                is_empty = False
                 yield document
+        fractions = [number / 2**64 for _, number in self._hashed()] if is_empty else []
+        if fractions:
+            least = math.ceil(1000 * min(fractions)) / 1000
+            is_possible = least <= min(max(fractions), MOST_HELD_OUT)
+            raise DataError(
+                f"no document is {'left to train on' if self.side == 'rest' else 'held out'}:"
+                f" set {f'data.eval_fraction: {least}' if is_possible else 'data.eval_path instead'}."
+                " A text file is one document, unless data.document is line or block",
+                self.label,
+            )
+
+    def _hashed(self) -> Iterator[tuple[Document, int]]:
+        """Yield each document, or part of a long one, and a hash of its document, which the first part determines."""
+        begins, number = True, 0
+        for document in self.source.documents():
+            if begins:
+                number = int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest(), "little")
+            begins = document.ended
+            yield document, number
 
 
 @dataclass(frozen=True)

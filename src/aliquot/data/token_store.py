@@ -239,11 +239,9 @@ def why_unusable(
 ) -> str:
     """Return the error about a source in which nothing is learned. `note`: why not, if its documents have labels."""
     note = note or (f"{count_of(documents, 'document')} without a token to learn" if documents else None)
-    none = (
-        "there is none here, because data.eval_fraction divides few documents unevenly: give another fraction, or 0. A"
-        " text file is one document, unless data.document is line or block"
+    return (
+        f"no usable document: {'; '.join([*([note] if note else []), *counted(left_out, firsts)]) or 'there is none'}"
     )
-    return f"no usable document: {'; '.join([*([note] if note else []), *counted(left_out, firsts)]) or none}"
 
 
 def answer_ends(stores: Iterable[TokenStore], tokenizer: Any, learns_all: bool) -> tuple[int, ...]:

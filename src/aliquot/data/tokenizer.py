@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from aliquot.config.data_section import CHAT_TEMPLATES, DataSection, fitting_templates
+from aliquot.config.data_section import CHAT_TEMPLATES, NO_TOKENIZER, DataSection, fitting_templates
 from aliquot.core.errors import MissingToolError, ModelFilesError, TokenizerError, UnsupportedModelError
 from aliquot.core.small_files import (
     hub_advice,
@@ -180,7 +180,7 @@ def configured_tokenizer(
     if section.tokenizer is not None:
         return load_tokenizer(section.tokenizer)
     if model_dir is None:
-        raise TokenizerError("a model from scratch has no tokenizer: set data.tokenizer or data.tokenizer_vocab_size")
+        raise TokenizerError(NO_TOKENIZER)
     return load_tokenizer(model_dir)
 
 

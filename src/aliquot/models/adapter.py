@@ -13,12 +13,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, AdapterSection
@@ -26,6 +24,7 @@ from aliquot.core.decode import parse_json, read_small
 from aliquot.core.errors import ConfigError, MissingToolError, ModelFilesError, WeightsFileError
 from aliquot.core.small_files import with_home
 from aliquot.models.initialize import Fills, record_added
+from aliquot.models.lora_layers import expert_factors, fuse
 from aliquot.models.model_files import with_ends
 from aliquot.models.source import local_directory, model_on_meta
 from aliquot.models.stored_weights import (
@@ -37,14 +36,13 @@ from aliquot.models.stored_weights import (
     published_of,
 )
 from aliquot.models.structure import decoder_layers, fp32_weights
-from aliquot.nn.experts.expert_modules import weights_of
+from aliquot.nn.experts.expert_modules import weight_names, weights_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.code_sizes import is_compressible
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.range_io import RangeReader
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 BASE = "model (hash of samples)"  # key of a checkpoint's state: the fingerprint of the base model
@@ -85,7 +83,7 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.lora import Linear, LoraLayer
+        from peft.tuners.lora import Linear, LoraLayer, ParamWrapper
         from transformers.pytorch_utils import Conv1D
     except ImportError as error:
         raise MissingToolError("adapter: LoRA needs peft: pip install 'aliquot[lora]'") from error
@@ -98,10 +96,11 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
         lora_alpha=section.alpha,  # type: ignore[arg-type]
         lora_dropout=section.dropout,
         target_modules=_linear_layers(model) if section.target_modules == "all-linear" else section.target_modules,
+        target_parameters=_expert_weights(model) if section.experts else None,
         use_rslora=section.use_rslora,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    fuse(settings)
+    fuse(settings, (module for module in model.modules() if weights_of(module) is not None))
     parameters = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     stored = published_of(model, parameters) or tuple(Published(name, shape, name, 0) for name, shape in parameters)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -110,17 +109,19 @@ def adapt(model: PreTrainedModel, section: AdapterSection) -> tuple[Adapter, Fil
     except ValueError as error:  # peft refuses unknown names and modules of unsupported types
         raise ConfigError(f"adapter.target_modules: {' '.join(str(error).split())}") from error
     for name, module in model.named_modules():
-        if isinstance(module, LoraLayer) and not isinstance(module, Linear):
+        if isinstance(module, LoraLayer) and not isinstance(module, Linear | ParamWrapper):
             raise ConfigError(
-                f"adapter.target_modules: {name} is not a linear layer, and LoRA adapts only linear layers"
-                " outside of experts"
+                f"adapter.target_modules: {name} is not a linear layer, and LoRA adapts only linear layers, and experts"
+                " with adapter.experts"
             )
     if isinstance(model.get_output_embeddings(), LoraLayer):
         raise ConfigError(
             "adapter.target_modules names the output head, which has no adapter because it is computed with the loss:"
             " leave it out"
         )
-    settings.target_modules = sorted(settings.target_modules)  # peft made a set of the list; the order of a set varies
+    # peft made sets of these lists, and the order of a set varies.
+    settings.target_modules = sorted(settings.target_modules)
+    settings.target_parameters = sorted(settings.target_parameters or ()) or None
     settings.inference_mode = True
     new_names = {names[id(weight)]: name for name, weight in model.named_parameters() if id(weight) in names}
     loads = tuple(Published(tensor.name, tensor.shape, new_names[tensor.source], tensor.start) for tensor in stored)
@@ -158,6 +159,17 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     return sorted({path.rpartition(".")[2] for path in layers})
 
 
+def _expert_weights(model: PreTrainedModel) -> list[str]:
+    """Return the names of the weights of experts for peft's target_parameters, such as experts.down_proj.
+
+    Raises ConfigError for a model without experts.
+    """
+    experts = {path.rpartition(".")[2]: module for path, module in model.named_modules() if weights_of(module)}
+    if not experts:
+        raise ConfigError(f"adapter.experts: {type(model).__name__} has no experts: leave it out")
+    return [f"{path}.{name}" for path, module in experts.items() for name in weight_names(module)]
+
+
 def _is_plain_linear(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
@@ -171,10 +183,10 @@ def compressible(model: PreTrainedModel) -> frozenset[str]:
     or whose rows are no multiple of a block. Raises ConfigError if no weight remains.
     """
     modules = dict(model.named_modules())
-    blocks = {path.rpartition(".")[0] for path, module in modules.items() if weights_of(module) is not None}
+    blocks = {_block(path) for path, module in modules.items() if weights_of(module) is not None}
     chosen = {id(weight) for module in modules.values() for weight in weights_of(module) or ()}
     for path, module in modules.items():
-        if _is_plain_linear(module) and path.removesuffix(".base_layer").rpartition(".")[0] not in blocks:
+        if _is_plain_linear(module) and _block(path) not in blocks:
             chosen.add(id(module.weight))
     users = Counter(id(weight) for layer in decoder_layers(model) for weight in set(layer.parameters()))
     exact = fp32_weights(model)
@@ -192,77 +204,17 @@ def compressible(model: PreTrainedModel) -> frozenset[str]:
     return names
 
 
+def _block(path: str) -> str:
+    """Return the path of the module that contains a module, which peft may have wrapped."""
+    return path.replace(".base_layer", "").rpartition(".")[0]
+
+
 def saves_of(tensors: Sequence[tuple[str, Shape]]) -> tuple[Published, ...]:
     """Map the weights of an adapter to the tensors of its files.
 
     `tensors` are (name in the model during training, shape).
     """
     return tuple(Published(_PREFIX + name.replace(_NAME, ""), shape, name, 0) for name, shape in tensors)
-
-
-def fuse(settings: LoraConfig) -> None:
-    """Make peft create FusedLoraLinear for linear layers.
-
-    FusedLoraLinear scales and adds the adapter's output inside a matrix product. peft's layer does both in separate
-    passes over its output, which take a fifth of a step on a CPU. peft's layer still runs for dropout, merged weights
-    and other LoRA variants, and if peft lacks the registration of custom layers, which is experimental.
-    """
-    register = getattr(settings, "_register_custom_module", None)
-    if register is not None:
-        register({nn.Linear: fused_lora_layer()})
-
-
-@cache
-def fused_lora_layer() -> Any:
-    """Return a subclass of peft's linear LoRA layer with a fused forward pass.
-
-    The class is defined inside this function because peft is an optional dependency.
-    """
-    from peft.tuners.lora import Linear
-
-    class FusedLoraLinear(Linear):
-        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            names, base = self.active_adapters, self.base_layer
-            plain = type(base) is nn.Linear and len(names) == 1 and not self.disable_adapters and not self.merged
-            if args or kwargs or not plain or names[0] in self.lora_variant or names[0] not in self.lora_A:
-                return super().forward(x, *args, **kwargs)
-            name = names[0]
-            a, b = self.lora_A[name].weight, self.lora_B[name].weight
-            if not isinstance(self.lora_dropout[name], nn.Identity) or not x.dtype == base.weight.dtype == a.dtype:
-                return super().forward(x)
-            rows: Tensor = _Lora.apply(x, base.weight, base.bias, a, b, float(self.scaling[name]))  # type: ignore[no-untyped-call]
-            # The view is made outside of _Lora, because a model may change the result in place, as OLMo does.
-            return rows.view(*x.shape[:-1], -1)
-
-    return FusedLoraLinear
-
-
-class _Lora(torch.autograd.Function):
-    """Apply a frozen linear layer with a LoRA adapter, as one autograd function.
-
-    Shapes: x [..., I], weight [O, I], bias [O], a [r, I], b [O, r] -> [tokens, O], where tokens is the product of the
-    leading dimensions of x. Weight and bias get no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        inner = rows @ a.t()
-        # Not in place, because selective checkpointing saves the output of F.linear.
-        result = torch.addmm(F.linear(rows, weight, bias), inner, b.t(), alpha=scaling)
-        ctx.save_for_backward(rows, inner, weight, a, b)
-        ctx.scaling, ctx.shape = scaling, x.shape
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inner, weight, a, b = ctx.saved_tensors
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        inner_gradient = (gradient @ b).mul_(ctx.scaling)
-        x_gradient = (gradient @ weight).addmm_(inner_gradient, a).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        return x_gradient, None, None, inner_gradient.t() @ rows, (gradient.t() @ inner).mul_(ctx.scaling), None
 
 
 class MergedWeights:
@@ -302,14 +254,21 @@ class MergedWeights:
         self.exact = frozenset(entry.name for entry in exact.values())  # weights that transformers keeps in fp32
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
         self._scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-        self._factors: dict[str, tuple[Tensor, Tensor]] = {}  # by name in the files: [rows, r] and [r, columns]
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+        published = published_of(model, shapes) or [Published(name, shape, name, 0) for name, shape in shapes]
+        tensors: dict[str, list[Published]] = {}
+        for tensor in published:
+            tensors.setdefault(tensor.source, []).append(tensor)
+        self._changes: dict[str, tuple[_Change, int]] = {}  # by name in the files; the element where a tensor begins
         parts = {part.name: part for part in adapter.parts()}
         for module in (name.removesuffix(_A) for name in parts if name.endswith(_A)):
-            weight = f"{module}.weight"
-            if (entry := names.matched(source.entries, [weight]).get(weight)) is None:
-                raise WeightsFileError(f"no weight {weight} here, which the adapter changes", self._directory)
             a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
-            self._factors[entry.name] = (a.t(), b.t()) if fields.get("fan_in_fan_out") else (b, a)
+            weight, change = _change(model, module, a, b, bool(fields.get("fan_in_fan_out")))
+            stored = names.matched(source.entries, [tensor.name for tensor in tensors.get(weight, ())])
+            if not stored or len(stored) < len(tensors[weight]):
+                raise WeightsFileError(f"no weight {weight} here, which the adapter changes", self._directory)
+            for tensor in tensors[weight]:
+                self._changes[stored[tensor.name].name] = (change, tensor.start)
 
     def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the configuration files of the base model and the tokenizer files of the adapter."""
@@ -322,13 +281,45 @@ class MergedWeights:
 
     def read(self, part: Part, start: int, out: Tensor) -> None:
         self._base.read(part, start, out)
-        if part.name not in self._factors:
-            return
-        left, right = self._factors[part.name]
-        columns = right.shape[1]
-        first, last = start // columns, -(-(start + out.numel()) // columns)
-        change = (left[first:last] @ right).mul_(self._scaling)
-        out += change.view(-1)[start - first * columns :][: out.numel()]
+        if part.name in self._changes:
+            change, begin = self._changes[part.name]
+            change.add(begin + start, out, self._scaling)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """The change of a weight [E, rows, columns], of which a weight outside of experts has E = 1."""
+
+    left: Tensor  # [E, rows, r]
+    right: Tensor  # [E, r, columns]
+
+    def add(self, start: int, out: Tensor, scaling: float) -> None:
+        """Add elements [start, start + numel) of the change, times `scaling`, to `out`."""
+        rows, columns = self.left.shape[1], self.right.shape[2]
+        while out.numel():
+            matrix, within = divmod(start, rows * columns)
+            first, last = within // columns, min(rows, -(-(within + out.numel()) // columns))
+            values = torch.mm(self.left[matrix, first:last], self.right[matrix]).mul_(scaling).view(-1)
+            values = values[within - first * columns :][: out.numel()]
+            out[: len(values)] += values
+            start, out = start + len(values), out[len(values) :]
+
+
+def _change(model: nn.Module, module: str, a: Tensor, b: Tensor, is_transposed: bool) -> tuple[str, _Change]:
+    """Return the name of the weight that an adapter of `module` changes, and its change.
+
+    peft nests the adapters of the two weights of experts in the order of the weights, so that the outer adapter, whose
+    module has the name of the experts, belongs to the second weight.
+    """
+    name = module.replace(".base_layer", "")
+    experts = model.get_submodule(name)
+    if weights_of(experts) is None:
+        return f"{name}.weight", _Change(a.t()[None], b.t()[None]) if is_transposed else _Change(b[None], a[None])
+    order = [weight for weight, _ in experts.named_parameters(recurse=False) if weight in weight_names(experts)]
+    weight = order[0] if module.endswith(".base_layer") else order[1]
+    a, b = expert_factors(a, b, len(getattr(experts, weight)))
+    change = _Change(a.transpose(1, 2), b.transpose(1, 2)) if experts.is_transposed else _Change(b, a)
+    return f"{name}.{weight}", change
 
 
 def _whole(store: StoredWeights, part: Part) -> Tensor:

@@ -19,6 +19,7 @@ from aliquot.distributed.ranks import Ranks, group_lines
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.narrow import has_dropout
+from aliquot.nn.experts.expert_modules import has_experts
 from aliquot.nn.logits_gradient import IGNORE
 from aliquot.observe import run_summary
 from aliquot.observe.events import RunRecord
@@ -48,6 +49,8 @@ def introduce(trainer: PreparedRun) -> RunRecord:
     notes = [*trainer.model.notes, *torchrun_advice(os.environ, trainer.config.checkpoint.grace_s, command)]
     if not run.config.train.drops and has_dropout(run.source.config, run.config.adapter):
         notes.append("dropout of model and adapter is off (train.disable_dropout: false keeps it)")
+    if (adapter := run.config.adapter) is not None and not adapter.experts and has_experts(built.model):
+        notes.append("the adapter leaves out the experts (adapter.experts: true adapts them)")
     run_summary.begin(trainer.display, trainer.config, record, *data, *connections, *notes)
     return record
 

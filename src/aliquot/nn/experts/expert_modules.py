@@ -26,7 +26,13 @@ def weights_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
     """Return the two large weights of a module of experts; None for any other module."""
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
         return None
-    return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj  # type: ignore[return-value]
+    up, down = (getattr(module, name) for name in weight_names(module))
+    return up, down
+
+
+def weight_names(experts: nn.Module) -> tuple[str, str]:
+    """Return the names of the two large weights in a module of experts."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aliquot.nn.experts.expert_adapters import LowRank, adapters_of
 from aliquot.nn.experts.expert_modules import ExpertGradients, Passes, count, gradients_of, passes_of, weights_of
 from aliquot.nn.product_shapes import filled_up
 
@@ -170,9 +171,15 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
         sinks = [None, None]
     routing = route(chosen, up.shape[0])
     mixture = _Mixture(module, activation_of(module), routing, bool(module.is_transposed), passes_of(module), *sinks)
+    factors = [
+        (None, None) if adapter is None else (adapter.a.to(up.dtype), adapter.b.to(up.dtype))
+        for adapter in adapters_of(module)
+    ]
     if sinks[0] is not None:
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
-    result: Tensor = _SortedExperts.apply(hidden.to(up.dtype), scores, up, down, *biases, mixture)  # type: ignore[no-untyped-call]
+    result: Tensor = _SortedExperts.apply(  # type: ignore[no-untyped-call]
+        hidden.to(up.dtype), scores, up, down, *biases, *factors[0], *factors[1], mixture
+    )
     return result.to(hidden.dtype)
 
 
@@ -215,9 +222,14 @@ class _SortedExperts(torch.autograd.Function):
         down: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
+        up_a: Tensor | None,
+        up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
         mixture: _Mixture,
     ) -> Tensor:
         routing = mixture.routing
+        up_adapter, down_adapter = _adapter(up_a, up_b), _adapter(down_a, down_b)
         slot_scores = routing.scores(scores)[:, None]
         width = up.shape[2 if mixture.transposed else 1]
         before = hidden.new_empty(routing.size, width)
@@ -226,19 +238,25 @@ class _SortedExperts(torch.autograd.Function):
         for expert, span in mixture.used():
             rows = hidden.index_select(0, routing.tokens[span])
             torch.mm(rows, mixture.forward_of(up[expert]), out=before[span])
+            if up_adapter is not None:
+                up_adapter.add_forward(expert, rows, before[span])
             if up_bias is not None:
                 before[span] += up_bias[expert]
-            acted = mixture.activation.forward(before[span]) * slot_scores[span]
-            torch.mm(acted.to(hidden.dtype), mixture.forward_of(down[expert]), out=results[span])
+            acted = (mixture.activation.forward(before[span]) * slot_scores[span]).to(hidden.dtype)
+            torch.mm(acted, mixture.forward_of(down[expert]), out=results[span])
+            if down_adapter is not None:
+                down_adapter.add_forward(expert, acted, results[span])
             if down_bias is not None:
                 results[span] += down_bias[expert] * slot_scores[span]
-        ctx.save_for_backward(hidden, scores, up, down, up_bias, down_bias, before)
+        ctx.save_for_backward(hidden, scores, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, before)
         ctx.mixture = mixture
         return _summed(routing.slots, results)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, scores, up, down, up_bias, down_bias, before = ctx.saved_tensors
+        hidden, scores, up, down, up_bias, down_bias, *factors, before = ctx.saved_tensors
+        up_adapter, down_adapter = _adapter(*factors[:2]), _adapter(*factors[2:])
+        up_change, down_change = (None if it is None else it.zeros() for it in (up_adapter, down_adapter))
         mixture: _Mixture = ctx.mixture
         routing = mixture.routing
         count(mixture.module, routing.counts)  # not in forward, which checkpointing may run twice
@@ -251,11 +269,16 @@ class _SortedExperts(torch.autograd.Function):
             span = slice(*routing.spans[expert])
             rows = gradient.index_select(0, routing.tokens[span])
             unscored = torch.mm(rows, mixture.forward_of(down[expert]).t())
+            if down_adapter is not None:
+                down_adapter.add_backward(expert, rows, unscored)
             scored = (unscored * slot_scores[span]).to(before.dtype)
             acted = mixture.activation.backward(before[span], scored, before_gradients[span])
             score_gradient = (unscored * acted).sum(1, dtype=torch.float32)
             if out is not None:
                 mixture.to_gradient((acted * slot_scores[span]).to(rows.dtype), rows, out)
+            if down_adapter is not None and down_change is not None:
+                inputs = (acted * slot_scores[span]).to(rows.dtype)
+                down_adapter.write_gradients(expert, inputs, rows, down_change)
             if down_bias is not None:
                 score_gradient += (rows @ down_bias[expert]).float()
                 bias_gradients[1][expert] = (rows * slot_scores[span]).sum(0)  # type: ignore[index]
@@ -272,13 +295,24 @@ class _SortedExperts(torch.autograd.Function):
             if up_bias is not None:
                 bias_gradients[0][expert] = before_gradient.sum(0)  # type: ignore[index]
             torch.mm(before_gradient, mixture.forward_of(up[expert]).t(), out=row_gradients[span])
+            if up_adapter is not None and up_change is not None:
+                up_adapter.add_backward(expert, before_gradient, row_gradients[span])
+                rows = hidden.index_select(0, routing.tokens[span])
+                up_adapter.write_gradients(expert, rows, before_gradient, up_change)
 
         needs = ctx.needs_input_grad
         down_gradient = _run_experts(mixture, down, mixture.down_gradients, needs[3], through_down)
         up_gradient = _run_experts(mixture, up, mixture.up_gradients, needs[2], through_up)
         choice_gradients = score_gradients[routing.slots.reshape(-1)].view_as(scores).to(scores.dtype)
         hidden_gradient = _summed(routing.slots, row_gradients)
-        return hidden_gradient, choice_gradients, up_gradient, down_gradient, *bias_gradients, None
+        factor_gradients = [
+            gradient for it in (up_change, down_change) for gradient in ((None, None) if it is None else (it.a, it.b))
+        ]
+        return hidden_gradient, choice_gradients, up_gradient, down_gradient, *bias_gradients, *factor_gradients, None
+
+
+def _adapter(a: Tensor | None, b: Tensor | None) -> LowRank | None:
+    return None if a is None or b is None else LowRank(a, b)
 
 
 def _run_experts(
