@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aliquot.engines.host import compute_device
 from aliquot.engines.host.compute_device import DeviceGradients, DeviceWeights
@@ -27,6 +27,13 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self.notes.append(f"{self.name} wait for {other.name}")
+
+    def record_event(self) -> int:
+        self.notes.append(f"event {len(self.notes)} in {self.name}")
+        return len(self.notes) - 1
+
+    def wait_event(self, event: int) -> None:
+        self.notes.append(f"{self.name} wait for event {event}")
 
 
 @pytest.fixture
@@ -74,18 +81,18 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Shared:
-    """Two weights in the memory of the host."""
+    """Weights in the memory of the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, *sizes: int) -> None:
         self.memory = torch.zeros(24, dtype=torch.uint8)
-        self.values = [torch.ones(2), torch.ones(4)]
+        self.values = [torch.ones(size) for size in sizes]
 
     def views(self) -> list[Tensor]:
         return self.values
 
 
 def test_weights_are_copied_once_and_kernels_wait_for_them(notes: list[str]) -> None:
-    shared = Shared()
+    shared = Shared(2, 4)
     on_device = DeviceWeights(cast(SharedWeights, shared), CPU)
     on_device.refresh([0, 1])
     on_device.refresh([0])
@@ -99,6 +106,22 @@ def test_weights_are_copied_once_and_kernels_wait_for_them(notes: list[str]) -> 
     notes.clear()
     on_device.close()
     assert notes == ["synchronize", "unpin 24"]
+
+
+def test_a_copy_waits_until_the_layer_in_its_slot_is_computed(notes: list[str]) -> None:
+    on_device = DeviceWeights(cast(SharedWeights, Shared(1, 1, 1, 1)), CPU, [(nn.Identity(), [at]) for at in range(4)])
+    on_device._has_backward = [True] * 4
+    for layer in range(4):
+        on_device._use(layer)
+    first_end = next(index for index, note in enumerate(notes) if note.startswith("event"))
+    assert notes[-3:] == [f"copies wait for event {first_end}", "copy in copies", "kernels wait for copies"]
+    assert notes.count("copy in copies") == 4
+    notes.clear()
+    for layer in (3, 2, 1):
+        on_device._use_in_backward(layer)
+    # The next copy begins before the kernels of layer 1, after those of layer 3, and nothing waits for it yet.
+    assert notes[1] == "event 1 in kernels" and notes[-2:] == ["copies wait for event 1", "copy in copies"]
+    assert notes.count("copy in copies") == 1
 
 
 def test_gradients_are_staged_in_order_after_their_copies(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

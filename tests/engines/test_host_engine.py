@@ -249,8 +249,8 @@ def test_model_with_capped_logits_equals_fsdp(runs: Runs[str]) -> None:
 
 @pytest.mark.parametrize(("name", "adapter"), [("llama-deep", {}), ("llama-deep-lora", {"r": 5, "alpha": 20})])
 def test_no_layer_is_copied_more_often_than_planned(runs: Runs[str], name: str, adapter: dict[str, int]) -> None:
-    model = {**SMALL, **CASES[name].model, "max_position_embeddings": 256}
-    config = planned_config(model, **({"adapter": adapter} if adapter else {}))
+    sections = {"adapter": adapter} if adapter else {}
+    config = planned_config({**SMALL, **CASES[name].model, "max_position_embeddings": 256}, **sections)
     shape = shaped_model(config).shape
     copies = LayerCopies.planned(config, shape, 5)
     # Five sequences and two ranks: three micro-batches.

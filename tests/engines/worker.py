@@ -181,18 +181,16 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
 
 def copy_late(rank: int) -> None:
     """Copies of weights to the device run in a thread, some of them late; until then their place has NaN."""
-    draw, thread = random.Random(rank), ThreadPoolExecutor(1)
-    pending: list[Future[None]] = []
+    thread, pending = ThreadPoolExecutor(1), list[Future[None]]()
 
-    def copy(copies: Sequence[tuple[Tensor, Fill]], delay_s: float) -> None:
-        time.sleep(delay_s)
+    def copy(copies: Sequence[tuple[Tensor, Fill]]) -> None:
         for target, fill in copies:
             fill(target)
 
     def begin(_: Uploads, copies: Sequence[tuple[Tensor, Fill]], after: object = None) -> None:
         for target, _fill in copies:
             target.fill_(float("nan"))
-        pending.append(thread.submit(copy, copies, draw.choice((0.0, 0.0, 0.003))))
+        pending.append(thread.submit(late(copy, rank, 0.3), copies))
 
     def wait(_: Uploads) -> None:
         while pending:

@@ -224,8 +224,9 @@ def test_engine_host_has_states_in_host_memory_and_weights_on_the_gpu() -> None:
 
 def test_layers_are_copied_for_each_use_if_the_gpu_is_too_small() -> None:
     """As many layers as needed, and each costs time."""
-    train = {"global_batch_size": 64}
-    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, shard={"engine": "host"}, train=train)
+    config = planned_config(
+        WIDE, launch={"device": "cuda", "ranks": 1}, shard={"engine": "host"}, train={"global_batch_size": 64}
+    )
     resident = plan(config, MACHINE, 1, 1)
     sizes = [int(share * resident.peak_bytes_per_rank / (1 - MARGIN)) for share in (0.98, 0.95, 0.9)]
     plans = [resident, *(plan(config, replace(MACHINE, gpu_memory_bytes=size), 1, 1) for size in sizes)]

@@ -324,9 +324,11 @@ def test_layers_that_are_copied_for_each_use_change_no_bit(
             observe={"sample_prompt": "a ", "console": "plain"},
         )  # fmt: skip
         aliquot.train(aliquot.read_config(file))
-        words = re.findall("sample.*", capsys.readouterr().out)
-        curves = [curve(tmp_path / name, metric) for metric in ("loss", "eval_loss", *METRICS)]
-        return curves, words, (tmp_path / name / "export" / "model.safetensors").read_bytes()
+        return (
+            [curve(tmp_path / name, metric) for metric in ("loss", "eval_loss", *METRICS)],
+            re.findall("sample.*", capsys.readouterr().out),
+            (tmp_path / name / "export" / "model.safetensors").read_bytes(),
+        )
 
     def build(_: type[HostEngine], meta: nn.Module, spec: EngineSpec, topology: Any) -> HostEngine:
         engine: HostEngine = resident(meta, replace(spec, copies_weights=True, copied_layers=4), topology)

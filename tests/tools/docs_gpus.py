@@ -35,9 +35,7 @@ def fitting() -> str:
     rows = [f"| model | trained | host memory | {' | '.join(f'{gb} GB' for gb in GPU_GB)} |", "|--" * 9 + "|"]
     for name, kind in product(MODELS, KINDS):
         plans = [planned(name, kind, consumer(gb, 4096), "none", per_device_train_batch_size=1) for gb in GPU_GB]
-        words = [f"{plan.copied_layers} copied" if plan.copied_layers else "resident" for plan in plans]
-        cells = [copied if plan.fits else "no" for plan, copied in zip(plans, words, strict=True)]
-        rows.append(f"| {name} | {kind} | {host_gib(plans[-1])} | {' | '.join(cells)} |")
+        rows.append(f"| {name} | {kind} | {host_gib(plans[-1])} | {' | '.join(map(placement, plans))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -67,6 +65,10 @@ def predictions() -> str:
         ]  # fmt: skip
         rows.append(f"| {name} | {kind} | {words} | {' | '.join(cells if plan.fits else ['does not fit', *' ' * 5])} |")
     return "\n".join(rows) + "\n"
+
+
+def placement(plan: Plan) -> str:
+    return "no" if not plan.fits else f"{plan.copied_layers} copied" if plan.copied_layers else "resident"
 
 
 def host_gib(plan: Plan) -> str:

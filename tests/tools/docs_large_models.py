@@ -60,9 +60,10 @@ def adapters() -> str:
     for name, gib in ADAPTED.items():
         cells = [name, f"{gib} GiB"]
         for base, cores in (("bf16", 16), ("int8", 16), ("nf4", 16), ("nf4", 64)):
-            train: dict[str, Any] = {"precision": "bf16", "per_device_train_batch_size": 4, "global_batch_size": 16}
-            config = planned_config((MODELS | {"Qwen3-30B-A3B": QWEN3_MOE})[name], **train)
-            config = config.model_copy(update={"adapter": AdapterSection.model_validate({"base": base})})
+            config = planned_config(
+                (MODELS | {"Qwen3-30B-A3B": QWEN3_MOE})[name], precision="bf16", per_device_train_batch_size=4,
+                global_batch_size=16,
+            ).model_copy(update={"adapter": AdapterSection.model_validate({"base": base})})  # fmt: skip
             made = plan_on(config, Machine.from_numbers(gib, cores, None, isa="amx"))
             used = (made.peak_bytes_per_rank * made.ranks_per_node + made.beside_bytes) / 2**30
             cells += [f"{used:.0f} GiB" + ("" if made.fits else ": does not fit")] if cores == 16 else []

@@ -55,31 +55,31 @@ class Uploads:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = copy_stream(device)
+        self.stream = copy_stream(device)  # None: copies are made at once
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event that occurs when the device has run all kernels that were launched before."""
-        if self._stream is None:
+        if self.stream is None:
             return None
         return torch.cuda.current_stream(self._device).record_event()  # type: ignore[no-any-return]
 
     def wait_for_kernels(self) -> None:
         """Begin later copies only after all kernels that were launched before."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def begin(self, copies: Sequence[tuple[Tensor, Fill]], after: torch.cuda.Event | None = None) -> None:
         """Begin to call each function with its target on the device, not before the event `after`."""
-        if self._stream is not None and after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        if self.stream is not None and after is not None:
+            self.stream.wait_event(after)
+        with torch.cuda.stream(self.stream), torch.no_grad():
             for target, fill in copies:
                 fill(target)
 
     def wait_for_copies(self) -> None:
         """Run kernels that are launched later only after all copies that were begun before."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self.stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
 
 class Download:

@@ -91,7 +91,7 @@ class DeviceWeights(LayerSlots):
             self._fills[index] = partial(_copy_and_decode, codes, place, on_device)
 
     def _pin(self, memory: Tensor) -> None:
-        if self._device.type == "cuda":
+        if self._uploads.stream is not None:
             pin(memory)
             self._pinned.append(memory)
 
