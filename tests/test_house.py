@@ -14,14 +14,16 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 
 # Statements without docstrings, because formatting cannot change their number. Lower a number whenever the count has
 # fallen. Raise a number only for a feature, and name in that line the feature and the statements that it takes.
-# tests began at 26,149. The 712 above that are the balance of what was removed and of tests of preferences (heads,
+# tests began at 26,149. The 762 above that are the balance of what was removed and of tests of preferences (heads,
 # prompts, references), of slow hubs, of GPUs by stand-ins, of damaged files and caches, of records of other trainers,
 # of lost consoles, of data show, of played-back values, of stops within a step, of settings that are `auto`, and of
 # `aliquot init` and `aliquot schema`.
 # src: aliquot.Trainer, its losses and samples took 690, frozen bases of 4 or 8 bits 281, adapters of
 # experts 129, limits for a slow hub 21, and an eval_fraction that works 14. Layers that a GPU copies for each use,
 # compressed ones too, took 181, and 117 in tests.
-BUDGET = {"src": 32_457, "tests": 26_872}
+# Offers of one training, and checks of image, keys and GPUs, took 39 in tests. Rules that the API
+# server's dry run applies made room for them in src.
+BUDGET = {"src": 32_454, "tests": 26_911}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100
@@ -46,7 +48,7 @@ TESTED_BY = {
     "cluster/test_aws_account": {"config/cluster_section"},
     "cluster/test_check": {
         "cluster/comparison", "cluster/fields", "cluster/node_fields", "cluster/node_pool_view", "cluster/quantity",
-        "cluster/rules_config", "cluster/rules_environment", "cluster/rules_job",
+        "cluster/rules_environment", "cluster/rules_job",
         "cluster/rules_references", "cluster/rules_scheduling", "cluster/storage_fields",
     },
     "cluster/test_directories": {"cluster/make_directories"},

@@ -76,10 +76,6 @@ def runtime_pod(found: Documents) -> dict[str, Any]:
     return job_set(found)["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
-def directories_pod(found: Documents) -> dict[str, Any]:
-    return found["directories-job.yaml"]["spec"]["template"]["spec"]
-
-
 def deny(direction: str) -> dict[str, Any]:
     """Return the NetworkPolicy with which guides begin: no pod of the namespace sends or receives anything."""
     return {

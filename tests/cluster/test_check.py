@@ -32,7 +32,6 @@ from tests.cluster.edits import (
     Documents,
     both,
     deny,
-    directories_pod,
     errors,
     job_set,
     manifests_of,
@@ -278,7 +277,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a little less CPU than the limit": ("requests-and-limits", lambda d: trainer(d)["resourcesPerNode"].update(
         requests=trainer(d)["resourcesPerNode"]["requests"] | {"cpu": "30900m"})),
     "no trainer": ("no-trainer", lambda d: d["train-job.yaml"]["spec"].pop("trainer")),
-    "both dialects": ("trainer-dialect", lambda d: d["train-job.yaml"]["spec"].update(podTemplateOverrides=[])),
+    "both dialects": ("unknown-field", lambda d: d["train-job.yaml"]["spec"].update(podTemplateOverrides=[])),
     "another container": ("container-name", lambda d: pod(d)["containers"][0].update(name="trainer")),
     "env in a patch": ("node-env", lambda d: pod(d)["containers"][0].update(env=[{"name": "A", "value": "b"}])),
     "reserved env": ("reserved-env", lambda d: trainer(d)["env"].append({"name": "PET_NODE_RANK", "value": "0"})),
@@ -332,13 +331,9 @@ MISTAKES: dict[str, tuple[str, Callable[[Documents], Any]]] = {
     "a namespace without outgoing traffic": ("network-policy", lambda d: d.update(x=deny("Egress"))),
     "a namespace without incoming traffic": ("network-policy", lambda d: (
         d.pop("network-policy.yaml"), d.update(x=deny("Ingress")))),
-    "a Job that never ends": ("restart-policy", lambda d: directories_pod(d).update(restartPolicy="Always")),
-    "a Job that mounts two volumes at one path": ("reference", lambda d: directories_pod(d)["containers"][0][
-        "volumeMounts"].append({"name": "shared", "mountPath": "/fsx", "subPath": "x"})),
     "another pool by Karpenter's label": ("node-selector", lambda d: pod(d)["nodeSelector"].update(
         {"karpenter.sh/nodepool": "another"})),
     "an API key": ("secret-value", lambda d: trainer(d)["env"].append({"name": "WANDB_API_KEY", "value": "0123"})),
-    "a Job that mounts nothing": ("reference", lambda d: directories_pod(d).pop("volumes")),
     "another runtime than that of the directory": ("runtime", lambda d: d["train-job.yaml"]["spec"][
         "runtimeRef"].update(name="llama3-8")),
     "no subnet": ("storage-subnet", lambda d: d.update(x={
@@ -470,6 +465,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a file system of one zone": ("zone-spread", {"zone": None}, {}),
     "metrics that nobody reaches": ("network-policy", {}, {"observe": {"prometheus": 9400}}),
     "results elsewhere": ("not-shared", {}, {"run": {"name": "x", "directory": "/var/runs/x"}}),
+    "a gated model without a token": ("credentials", {"huggingface_secret": None}, {}),
+    "Weights & Biases without a key": (
+        "credentials",
+        {"image_extras": ["wandb"]},
+        {"observe": {"report_to": ["wandb"]}},
+    ),
+    "Weights & Biases without its package": (
+        "image-packages",
+        {"secrets": {"WANDB_API_KEY": {"name": "wandb"}}},
+        {"observe": {"report_to": ["wandb"]}},
+    ),
+    "a bucket of Google without its package": ("image-packages", {}, {"data": {"path": "gs://bucket/texts/*.jsonl"}}),
 }
 
 

@@ -174,12 +174,11 @@ def test_versions_from_images() -> None:
         [
             deployment("ghcr.io/kubeflow/trainer/trainer-controller-manager:v2.1.0"),
             deployment("registry.k8s.io/jobset/jobset:v0.10.1@sha256:abc"),
-            deployment("public.ecr.aws/karpenter/controller:1.14.1"),
             deployment("registry.k8s.io/kueue/kueue:v0.19.2"),
             deployment("localhost:5000/kueue/other"),
         ]
     )
-    assert found == {"trainer": (2, 1), "jobset": (0, 10), "karpenter": (1, 14), "kueue": (0, 19)}
+    assert found == {"trainer": (2, 1), "jobset": (0, 10), "kueue": (0, 19)}
 
 
 @pytest.mark.parametrize(
@@ -187,15 +186,14 @@ def test_versions_from_images() -> None:
     [
         ({"kueue": (0, 19)}, "q", []),
         ({"jobset": (0, 10)}, None, ["versions"]),
-        ({"trainer": (2, 1), "jobset": (0, 10)}, None, ["trainer-dialect"]),
-        ({"trainer": (2, 1), "jobset": (0, 10), "kueue": (0, 19)}, "q", ["trainer-dialect", "versions"]),
+        ({"trainer": (2, 1), "jobset": (0, 10)}, None, []),
+        ({"trainer": (2, 1), "jobset": (0, 10), "kueue": (0, 19)}, "q", ["versions"]),
         ({"kueue": (0, 16)}, "q", ["versions"]),
-        ({"karpenter": (0, 37)}, None, ["versions"]),
-        (dict.fromkeys(("trainer", "jobset", "karpenter")), None, []),
+        (dict.fromkeys(("trainer", "jobset")), None, []),
     ],
 )
 def test_version_rules(installed: dict[str, Version | None], queue: str | None, rules: list[str]) -> None:
-    everywhere = {"trainer": (2, 3), "jobset": (0, 12), "karpenter": (1, 14)} | installed
+    everywhere = {"trainer": (2, 3), "jobset": (0, 12)} | installed
     known = {name: version for name, version in everywhere.items() if version is not None}
     manifests: list[ManifestObject] = parsed(cpu_job(queue=queue))
     assert [each.rule for each in check_versions(known, manifests)] == rules

@@ -29,6 +29,7 @@ from aliquot.cluster.job_view import job_views
 from aliquot.cluster.manifests import parse_manifests, to_yaml
 from aliquot.cluster.pod import ANCESTOR, CONFIG_FILE, shipped_config
 from aliquot.cluster.render import documents, parsed, render
+from aliquot.cluster.rules_config import _shipped_extras
 from aliquot.cluster.rules_security import restricted_violations
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import ClusterError
@@ -177,7 +178,7 @@ def test_another_render_makes_another_job() -> None:
 def test_gpu_image_opens_its_plugin() -> None:
     """The plugin belongs to CUDA 13, lies on the library path (a Debian package in its own directory) and opens."""
     text = (REPOSITORY / "deploy" / "Dockerfile.cuda").read_text()
-    assert "deepspeed" in re.search(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)[1].split(",")  # type: ignore[index]
+    assert "['cuda']" in text and "deepspeed" in _shipped_extras()["cuda"]
     release = re.search(r"^ARG EFA_INSTALLER=(\d+)\.(\d+)\.", text, re.MULTILINE)
     assert release is not None and (int(release[1]), int(release[2])) >= (1, 47)
     path = re.search(r"LD_LIBRARY_PATH=(\S+)", text)

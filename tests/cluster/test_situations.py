@@ -38,6 +38,12 @@ def eight_gpus() -> Job:
     return describe(config(cluster_section(instance_types=["p5.48xlarge"]), launch={"device": "cuda"}), foreseen)
 
 
+def b300() -> Job:
+    foreseen = plan(engine="fsdp", device="cuda", ranks_per_node=8, threads_per_rank=12, instance="p6-b300.48xlarge",
+                    limit_bytes_per_node=2000 * GIB)  # fmt: skip
+    return describe(config(cluster_section(instance_types=["p6-b300.48xlarge"]), launch={"device": "cuda"}), foreseen)
+
+
 def add_cluster_queue(found: Documents, queue: str = "all", cohort: str | None = None, **quotas: object) -> None:
     """Add Kueue's objects; a quota of `quotas` takes the place of one that is large enough, and None leaves it out."""
     add_queue(found, "gpus")
@@ -53,6 +59,21 @@ def add_cluster_queue(found: Documents, queue: str = "all", cohort: str | None =
     }
     add(found, "kueue.x-k8s.io/v1beta2", "ClusterQueue", "all", None, spec={
         "namespaceSelector": {}, "resourceGroups": [group], **({"cohortName": cohort} if cohort else {})})  # fmt: skip
+
+
+def split_gpus(found: Documents, *quotas: int) -> None:
+    """Give GPUs and EFA a resource group of their own, with a flavor for each quota of GPUs."""
+    add_cluster_queue(found)
+    (group,) = found["ClusterQueue.yaml"]["spec"]["resourceGroups"]
+    devices = ["nvidia.com/gpu", "vpc.amazonaws.com/efa"]
+    group["coveredResources"] = ["cpu", "memory"]
+    group["flavors"][0]["resources"] = [
+        item for item in group["flavors"][0]["resources"] if item["name"] not in devices
+    ]
+    found["ClusterQueue.yaml"]["spec"]["resourceGroups"].append({"coveredResources": devices, "flavors": [
+        {"name": f"gpu-{quota}", "resources": [{"name": name, "nominalQuota": quota} for name in devices]}
+        for quota in quotas
+    ]})  # fmt: skip
 
 
 def node_config(found: Documents, **settings: Any) -> None:
@@ -323,6 +344,41 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a hub that is offline": ("reference", cpu_job, lambda d: set_variable(d, "HF_HUB_OFFLINE", "1")),
     "another engine than planned": ("processes", cpu_job, lambda d: change_config(d, "shard", engine="fsdp")),
     "other ranks than planned": ("processes", cpu_job, lambda d: change_config(d, "launch", ranks=4)),
+    # from public issues
+    # https://github.com/aws/aws-parallelcluster/issues/7143
+    "EFA on the first card of a P6-B300": ("efa", b300, lambda d: node_class(d).pop("networkInterfaces")),
+    # https://github.com/kubernetes-sigs/kueue/issues/2096
+    "no host names, and a subdomain": ("name-resolution", cpu_job, lambda d: job_set(d).update(
+        network={"enableDNSHostnames": False, "subdomain": "some-subdomain"})),
+    # https://github.com/kubernetes-sigs/kueue/issues/2612
+    "a queue for three pods": ("queue", cpu_job, lambda d: add_cluster_queue(d, pods=3)),
+    # https://github.com/kubernetes-sigs/kueue/issues/1726
+    "GPUs split over two flavors": ("queue", gpu_job, lambda d: split_gpus(d, 3, 1)),
+    # https://github.com/kubeflow/trainer/issues/2981
+    "a job set that never restarts, and is deleted": ("ended-job", cpu_job, lambda d: job_set(d).update(
+        failurePolicy={"restartStrategy": "Recreate", "maxRestarts": 0}, ttlSecondsAfterFinished=60)),
+    # https://github.com/kubernetes-sigs/jobset/pull/601
+    "every failure for the host's maintenance": ("failure-rules", cpu_job, lambda d: job_set(d)["failurePolicy"].update(
+        rules=[{"name": "maintenance", "action": "RestartJobSetAndIgnoreMaxRestarts",
+                "onJobFailureReasons": ["PodFailurePolicy"]}])),
+    # https://github.com/kubeflow/website/pull/4216
+    "variables in an override": ("node-env", partial(cpu_job, trainer="2.1"), lambda d: d["train-job.yaml"]["spec"][
+        "podTemplateOverrides"][0]["spec"]["containers"][0].update(env=[{"name": "A", "value": "b"}])),
+    # https://github.com/kubernetes-sigs/aws-fsx-csi-driver/issues/287
+    "SCRATCH_2 of 1400 GiB with a throughput": ("storage-size", dynamic_job, lambda d: (parameters(
+        d, deploymentType="SCRATCH_2", perUnitStorageThroughput="200", autoImportPolicy="NEW_CHANGED_DELETED"),
+        d["persistent-volume-claim.yaml"]["spec"]["resources"]["requests"].update(storage="1400Gi"))),
+    # https://github.com/kubernetes-sigs/aws-fsx-csi-driver/issues/459
+    "intelligent tiering": ("storage-parameters", dynamic_job, lambda d: parameters(
+        d, storageType="INTELLIGENT_TIERING", throughputCapacity="4000",
+        readCacheSizingMode="PROPORTIONAL_TO_THROUGHPUT_CAPACITY")),
+    # https://github.com/kubernetes-sigs/aws-fsx-csi-driver/pull/232
+    "PERSISTENT_1 without a throughput": ("storage-parameters", dynamic_job, lambda d: (parameters(
+        d, deploymentType="PERSISTENT_1"), d["storage-class.yaml"]["parameters"].pop("perUnitStorageThroughput"))),
+    # https://github.com/aws/karpenter-provider-aws/issues/7729
+    "a tenth of the nodes replaced at any time": ("consolidation", cpu_job, lambda d: pool(d).update(disruption={
+        "consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "0s", "budgets": [{"nodes": "10%"}]})),
+    "a V100 in the pool": ("node-image-kind", gpu_job, lambda d: requirement(d, TYPE).update(values=["p3dn.24xlarge"])),
     # not caught
     "a startup taint that nobody removes": (None, cpu_job, lambda d: pool(d)["template"]["spec"].update(
         startupTaints=[{"key": "team", "effect": "NoSchedule"}])),
@@ -332,6 +388,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         livenessProbe={"exec": {"command": ["true"]}, "periodSeconds": 1})),
     "more IOPS than EBS has": (None, cpu_job, lambda d: disk(d)["ebs"].update(iops=10**6)),
     # harmless
+    "a P6-B300 as rendered": (None, b300, lambda d: None),
+    "GPUs of one flavor that suffice": (None, gpu_job, lambda d: split_gpus(d, 3, 4)),
     "labels and annotations": (None, cpu_job, lambda d: d["train-job.yaml"]["metadata"].update(
         labels={"team": "nlp"}, annotations={"note": "x"})),
     "one more toleration": (None, cpu_job,

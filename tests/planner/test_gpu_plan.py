@@ -10,7 +10,7 @@ from rich.console import Console
 
 from aliquot.catalogue.instances import instances
 from aliquot.config.read_config import read_config
-from aliquot.core.errors import UserError
+from aliquot.core.errors import EngineError, UserError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
@@ -150,6 +150,23 @@ def test_slower_hopper_cards_have_lower_estimates() -> None:
     for name, said in (("H100", True), ("NVIDIA H200", True), ("NVIDIA H100 PCIe", False), ("NVIDIA H100 NVL", False)):
         found = estimated(replace(MACHINE, gpu_name=name), RankLayout(1, 1, 1, "cuda"))
         assert (found.products[2][0][1] > 0.7 * 989e12) == said == ("as one H200 reached" in found.source), name
+
+
+def test_sharded_hopper_is_as_fast_as_published_runs() -> None:
+    """torchtitan reports 5,600 to 6,700 tokens/s a GPU for 8 B on 8 to 128 H100, sequences of 8,192."""
+    config = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
+    train = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1}
+    config = with_settings(config, {"data.sequence_length": 8192, "shard.offload": "none", **train})
+    for nodes in (1, 16):
+        made = plan(config, Machine.from_instance("p5.48xlarge"), nodes, 8)
+        assert 5_000 < made.tokens_per_s / (8 * nodes) < 6_800 and "5,600 to 6,700 tokens/s" in made.rates
+
+
+def test_fp8_needs_gpus_that_multiply_in_it() -> None:
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 8}, train={"fp8": True})
+    assert plan(config, Machine.from_instance("p5.48xlarge"), 1, 8).fp8
+    with pytest.raises(EngineError, match=r"p4d\.24xlarge has A100"):
+        plan(config, Machine.from_instance("p4d.24xlarge"), 1, 8)
 
 
 def test_the_plan_shows_both() -> None:

@@ -14,7 +14,10 @@ import yaml
 from typer.testing import CliRunner
 
 from aliquot.catalogue.instances import dollars, instance, instances
+from aliquot.cli.instances_command import instance_planner
 from aliquot.cli.main import app
+from aliquot.cluster.check import check_job_of_config
+from aliquot.cluster.job import describe, placed
 from aliquot.config.read_config import read_config
 from aliquot.core.number_format import short
 from aliquot.data.workload import BatchSize, Workload, batch_size
@@ -26,6 +29,7 @@ from aliquot.planner.offers import (
     _best_interval,
     _restart_s,
     _undominated_types,
+    config_batch,
     offers,
     undominated,
 )
@@ -116,14 +120,35 @@ def test_lost_node_costs_unsaved_steps(found: list[Offer]) -> None:
     assert lost_s(0, step_s=80.0) == pytest.approx(500 * 80.0)
 
 
-def test_offers_use_the_batch_of_the_ranks() -> None:
-    train = SETTINGS.train.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 2})
-    config = SETTINGS.model_copy(update={"train": train})
-    made = offers(
-        config, Workload.assumed(config), OfferRequest(TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge")
-    )
-    each = train.per_device_train_batch_size * 2
-    assert {offer.global_batch for offer in made} <= {each * ranks for ranks in (1, 2, 4)} and made
+def test_all_offers_are_the_training_of_the_config() -> None:
+    """Four nodes of two ranks with four micro-batches of one sequence, whatever the nodes of an offer."""
+    workload = Workload.assumed(SETTINGS)
+    made = offers(SETTINGS, workload, OfferRequest(TOKENS, "cost", SPOT, [], [1, 2], [1, 2], "c7i.24xlarge"))
+    assert {offer.global_batch for offer in made} == {32} and {offer.plan.nodes for offer in made} == {1, 2}
+    gpu = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
+    on_gpus = with_settings(SETTINGS, {"launch.device": "cuda"})
+    assert (config_batch(on_gpus, None), config_batch(gpu, None)) == (32, 128)
+    request = OfferRequest(TOKENS, "cost", SPOT, [128], [1, 2], [1], "p5.48xlarge")
+    first, second = ([(offer.usd, offer.arguments) for offer in offers(config, workload, request)]
+                     for config in (on_gpus, gpu))  # fmt: skip
+    assert [usd for usd, _ in first] == [usd for usd, _ in second]
+    # The GPU example offloads, and on eight H100 the states fit.
+    assert "shard.offload" not in first[0][1] and "shard.offload=none" in second[0][1]
+
+
+def test_offers_pay_from_the_start_of_their_nodes(found: list[Offer]) -> None:
+    for each in found:
+        loading_s = 2 * each.plan.disk_read_bytes / each.plan.storage_bytes_per_s  # to the file system, and from it
+        assert each.start_s == 300 + loading_s + (120 if each.plan.compile == "layers" else 0)
+        assert each.total_s > each.start_s + each.plan.total_s
+
+
+@pytest.mark.parametrize("capacity", ["on-demand", "spot"])
+def test_the_check_has_nothing_against_an_offer(found: list[Offer], capacity: str) -> None:
+    offer = next(each for each in found if each.capacity == capacity)
+    settings = read_config(CONFIG, offer.arguments.split())
+    plan = instance_planner(placed(settings))(str(offer.plan.instance), offer.plan.nodes)
+    assert check_job_of_config(describe(settings, plan)) == []
 
 
 def test_offer_arguments_give_the_offered_run(found: list[Offer]) -> None:

@@ -10,11 +10,11 @@ import difflib
 import json
 import math
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Predicate
 
@@ -43,13 +43,18 @@ _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
 _SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
 _NOT_ON_SPOT = re.compile(r"^hpc")  # their SupportedUsageClasses list on-demand only (describe-instance-types)
-# Families with Trainium, Inferentia, Gaudi, Qualcomm, video, FPGA or AMD accelerators, or with fractions of a GPU.
+_SCARCE = re.compile(r"^p[56]")  # AWS sells most of them as Capacity Blocks and reservations
+# Network card 0, which every node needs, has no EFA: github.com/aws/aws-parallelcluster/issues/7143.
+_FIRST_CARD_WITHOUT_EFA = frozenset({"p6-b300"})
 _OLD_GPUS = frozenset({"t4", "t4g", "v100"})
+# What a GPU, or a family, lacks. For the driver of g7 see release v20260714 of amazon-eks-ami, with the way to build
+# another image in its doc/usage/g7-ami.md.
+_GPU_CONCERNS = {
+    "g7": "GPUs of g7 need NVIDIA's driver 595, and the images of EKS have 580: take another type, or build an image",
+    **dict.fromkeys(_OLD_GPUS, "GPUs before Ampere are too old: take a type with A10G, L4, A100 or newer GPUs"),
+}
+# Families with Trainium, Inferentia, Gaudi, Qualcomm, video, FPGA or AMD accelerators, or with fractions of a GPU.
 _OTHER_ACCELERATORS = re.compile(r"^(trn|inf|dl|vt|f\d|g4ad|gr?6f)")
-
-# Types with one hardware thread per core: Arm, AMD from generation 7 on, hpc families, and the first Intel generations.
-_AMD_WITHOUT_THREADS_GENERATION = 7
-_OLD_WITHOUT_THREADS = frozenset({"c1", "m1", "m2", "t1", "t2"})
 
 
 # What a refreshed catalogue may hold. pydantic checks these limits; a type without sense would break every command.
@@ -103,6 +108,20 @@ class InstanceType:
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether nodes are rarely free, on demand and on spot."""
+        return bool(_SCARCE.match(self.name))
+
+    @property
+    def first_card_has_efa(self) -> bool:
+        return self.family not in _FIRST_CARD_WITHOUT_EFA
+
+    @property
+    def gpu_concern(self) -> str | None:
+        """A line about GPUs that the software of the pods or of the nodes cannot use as it should."""
+        return _GPU_CONCERNS.get(self.family) or _GPU_CONCERNS.get(self.gpu_name or "")
 
     @property
     def on_spot(self) -> bool:
@@ -217,7 +236,7 @@ def _types_by_name() -> dict[str, InstanceType]:
 @cache
 def shipped_catalogue() -> Catalogue:
     data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
-    types = tuple(_instance(dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
+    types = tuple(InstanceType(**dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
     return Catalogue(data["region"], data["prices_date"], types)
 
 
@@ -243,28 +262,6 @@ def _read(path: Path) -> Catalogue | None:
         return TypeAdapter(Catalogue).validate_json(data)
     except ValueError:
         return None
-
-
-def _instance(row: dict[str, Any]) -> InstanceType:
-    family = row["name"].partition(".")[0]
-    gpu_memory_mib, network_mbps = row["gpu_memory_mib"], row["network_mbps"]
-    return InstanceType(
-        **{field.name: row[field.name] for field in fields(InstanceType) if field.name in row},
-        physical_cores=_physical_cores(row, family),
-        memory_bytes=row["memory_mib"] * _MIB,
-        allocatable_memory_bytes=row["allocatable_memory_mib"] * _MIB,
-        network_bytes_per_s=None if network_mbps is None else network_mbps * 10**6 // 8,
-        amx=has_amx(family, row["cpu_manufacturer"], row["generation"]),
-        gpu_memory_bytes=None if gpu_memory_mib is None else gpu_memory_mib * _MIB,
-        local_nvme_bytes=(row["local_nvme_gb"] or 0) * 10**9,
-    )
-
-
-def _physical_cores(row: dict[str, Any], family: str) -> int:
-    amd_core = row["cpu_manufacturer"] == "amd" and row["generation"] >= _AMD_WITHOUT_THREADS_GENERATION
-    if row["arch"] == "arm64" or amd_core or family.startswith("hpc") or family in _OLD_WITHOUT_THREADS:
-        return int(row["vcpus"])
-    return max(1, int(row["vcpus"]) // 2)
 
 
 def dollars(amount: float) -> str:

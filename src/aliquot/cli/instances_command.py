@@ -116,7 +116,7 @@ def command(
                 print("USD/h, tokens/s and USD/1B tokens are of one node (--nodes)")
             print(f"tokens/s are estimates: a factor of {off_by:g} either way")
             if fees := max(plan.fees_usd_per_hour for plan in plans.values()):
-                print(f"USD/1B tokens: with {fees:.2f} USD/h for EKS and FSx")
+                print(f"USD/1B tokens: with {fees:.2f} USD/h for the cluster and FSx")
             if sharing:
                 print(f"left out: {len(sharing)} types, which {_SHARING}")
             print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")

@@ -96,7 +96,10 @@ def command(
     ] = None,
     global_batch: Annotated[
         str | None,
-        typer.Option(help="Sequences of a step in the offers of --tokens, like 64 or 32-256. Default: the config's."),
+        typer.Option(
+            help="Sequences of a step in the offers of --tokens, like 64 or 32-256. Default: the config's, on the nodes"
+            " of its section cluster or on this machine."
+        ),
     ] = None,
     spot_price: Annotated[
         float | None,
@@ -156,10 +159,9 @@ def command(
                 raise UsageError("--tokens searches EC2 types: for other machines give --cores and --memory, too")
             from aliquot.planner.offers import NODES, RANKS, OfferRequest, Spot
 
-            batch = settings.train.global_batch_size
             request = OfferRequest(
                 number, optimize or "cost", Spot(spot_price, spot_losses / 100),
-                parse_batches(global_batch) if global_batch is not None else [batch] if batch is not None else [],
+                parse_batches(global_batch) if global_batch is not None else [],
                 [nodes] if nodes else NODES, [ranks_per_node] if ranks_per_node else RANKS, instance,
             )  # fmt: skip
             run = [str(config), *(overrides or [])]

@@ -76,8 +76,12 @@ def _gpu_note(config: RunConfig, document_tokens: int | None, request: OfferRequ
         best = offers(on_gpus, Workload.assumed(on_gpus, document_tokens), request, types_searched=_GPU_TYPES)[0]
     except UserError as error:
         return f"on GPUs: {error}"
-    what = f"{best.plan.nodes} x {best.plan.instance}, {best.capacity}, {best.total_s / 3600:,.1f} hours"
-    return f"on GPUs from {dollars(best.usd)} USD ({what}); launch.device=auto offers both kinds"
+    return f"on GPUs from {_price(best)}; launch.device=auto offers both kinds"
+
+
+def _price(offer: Offer) -> str:
+    what = f"{offer.plan.nodes} x {offer.plan.instance}, {offer.bought}, {offer.total_s / 3600:,.1f} hours"
+    return f"{dollars(offer.usd)} USD ({what})"
 
 
 def _print_table(results: Sequence[Offer], title: str) -> None:
@@ -85,10 +89,10 @@ def _print_table(results: Sequence[Offer], title: str) -> None:
     columns: dict[str, list[str]] = {
         "nodes": [str(offer.plan.nodes) for offer in shown],
         "type": [str(offer.plan.instance) for offer in shown],
-        "bought": [str(offer.capacity) for offer in shown],
+        "bought": [offer.bought for offer in shown],
         "hours": [f"{offer.total_s / 3600:,.1f}" for offer in shown],
         "USD": [dollars(offer.usd) for offer in shown],
-        "restarts": [f"{offer.restarts:.2f}" for offer in shown],
+        "restarts": [f"{offer.restarts:.2g}" for offer in shown],
         "tokens/s": [f"{offer.plan.tokens_per_s:,.0f}" for offer in shown],
         "ranks": [str(offer.plan.ranks_per_node) for offer in shown],
         "batch": [str(offer.global_batch) for offer in shown],
@@ -104,6 +108,11 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
     off_by = max(offer.plan.off_by for offer in results[:_MAX_ROWS])
     if off_by > 1:
         print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
+    print(f"hours begin when nodes are asked for: {best.start_s / 60:.0f} minutes of the first offer until it trains")
+    if any(offer.bought != offer.capacity for offer in results[:_MAX_ROWS]):
+        surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), best)
+        others = f"; the first other offer: {_price(surer)}" if best.bought != best.capacity else ""
+        print(f"rarely free: AWS reserves such nodes as Capacity Blocks (cluster.capacity: [reserved]){others}")
     if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
         print(f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instance
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, Level, RuleFinding, failures, finding
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage_fields import TOO_OLD_LUSTRE
@@ -21,7 +21,6 @@ _VCPU_QUOTAS = {
     "p": ("L-417A185B", "L-7212CCBC"),
     **dict.fromkeys("acdhimrtz", _STANDARD),
 }
-_SPREAD_NODES = 7  # instances of a placement group with the strategy `spread`, per zone
 _MUCH_PULLED_BYTES = 100 * GIB  # costs 5 USD through a NAT gateway
 _P5_SPOT = "L-C4BD4855"
 _ECR = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)(?::([^@]+))?(?:@(sha256:[0-9a-f]+))?")
@@ -152,26 +151,13 @@ def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     if group is None:
         return
     names = {"GroupIds" if group.startswith("pg-") else "GroupNames": [group]}
-    fix = "a group with the strategy cluster"
     for answer in session.client("ec2").describe_placement_groups(**names)["PlacementGroups"]:
-        strategy = answer.get("Strategy")
-        too_many = strategy == "spread" and section.most_nodes > _SPREAD_NODES
-        yield from failures(
-            "cluster.placement_group",
-            Check(
-                too_many,
-                "aws-resource",
-                f"{group} spreads at most {_SPREAD_NODES} nodes of a zone, and the job has {section.most_nodes}",
-                fix,
-            ),
-            Check(
-                strategy != "cluster" and not too_many,
-                "aws-resource",
-                f"{group} has the strategy {strategy}, which does not bring nodes close to each other",
-                fix,
-                "warning",
-            ),
-        )
+        if (strategy := answer.get("Strategy")) != "cluster":
+            message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
+            message += "; it takes at most 7 nodes of a zone" if strategy == "spread" else ""
+            level: Level = "error" if strategy == "spread" and section.most_nodes > 7 else "warning"
+            fix = "a group with the strategy cluster"
+            yield finding("aws-resource", "cluster.placement_group", message, fix, level)
 
 
 _INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]

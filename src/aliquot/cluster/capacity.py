@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from aliquot.catalogue.instances import InstanceType, kubelet_memory_bytes
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
@@ -34,6 +34,7 @@ _DAEMONSETS = {"cpu": Fraction(1, 4), "memory": Fraction(384 * MIB), "pods": Fra
 _EVICTION_BYTES = 100 * MIB  # of memory that the kubelet keeps free by default
 _LARGEST_SOCKET_CPUS = 96  # types with more CPUs, or with eight GPUs, have two NUMA nodes
 _BYTES = ("memory", "ephemeral-storage")
+_EFA_FIX = "types that have EFA; p6-b300 needs it in spec.networkInterfaces of the node class, on cards 1 to 16"
 _FIX = "ask for what is allocatable (`aliquot instances` shows it), or take a larger type"
 
 
@@ -82,10 +83,13 @@ def check_admission(job: JobView, manifests: Sequence[ManifestObject]) -> Iterat
             ):
                 message = f"a pod needs {shortage} in LimitRange {limit_range.name}"
                 yield finding("quota", job.manifest, message, "a larger limit in the namespace")
-    for queue in (item for item in select_kinds(nearby, "LocalQueue") if item.name == job.queue):
-        for cluster_queue in select_kinds(manifests, "ClusterQueue"):
-            if cluster_queue.name == queue.get("spec", "clusterQueue"):
-                yield from _queue(job, cluster_queue)
+    cluster_queues = {item.name: item for item in select_kinds(manifests, "ClusterQueue")}
+    for queue in (item for item in select_kinds(nearby, "LocalQueue") if item.name == job.queue and cluster_queues):
+        if (name := str(queue.get("spec", "clusterQueue"))) in cluster_queues:
+            yield from _queue(job, cluster_queues[name])
+        else:
+            message = f"spec.clusterQueue is {name!r}, which is not among the manifests"
+            yield finding("reference", queue, message, did_you_mean(name, cluster_queues, "check it, too", 0.0))
 
 
 def _queue(job: JobView, queue: ManifestObject) -> Iterator[RuleFinding]:
@@ -161,7 +165,9 @@ def node_offer(node: InstanceType, node_class: ManifestObject | None, needs: Map
 def _efa_interfaces(node: InstanceType, node_class: ManifestObject | None) -> Fraction:
     interfaces = node_class.items("spec", "networkInterfaces") if node_class is not None else []
     with_efa = sum(str(item.get("interfaceType")).startswith("efa") for item in interfaces)
-    return Fraction(min(node.efa_interfaces, with_efa) if interfaces else node.efa_interfaces)
+    # Without a list, Karpenter puts EFA on network card 0, too, and EC2 may refuse the node for that.
+    unlisted = node.efa_interfaces if node_class is None or node.first_card_has_efa else 0
+    return Fraction(min(node.efa_interfaces, with_efa) if interfaces else unlisted)
 
 
 def too_large(job: JobView, node: InstanceType, node_class: ManifestObject | None) -> list[str]:
@@ -195,6 +201,8 @@ def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -
         fix = (
             f"{_FIX}; nodes keep what spec.kubelet and userData of {node_class} say"
             if kubelet_settings(node_class).keys() - {"cpuManagerPolicy"}
+            else _EFA_FIX
+            if rule == "efa"
             else _FIX
         )
         yield finding(rule, job.manifest, message, fix, "warning" if some else None)

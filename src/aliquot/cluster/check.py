@@ -16,11 +16,11 @@ from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported
-from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
-from aliquot.cluster.node_fields import check_node_class, check_pool, check_references
-from aliquot.cluster.node_pool_view import is_label_value, pool_view
+from aliquot.cluster.manifests import ManifestObject, select_kinds
+from aliquot.cluster.node_fields import check_node_class, check_pool
+from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
-from aliquot.cluster.rules_config import check_config
+from aliquot.cluster.rules_config import check_config, survives_spot
 from aliquot.cluster.rules_environment import check_environment
 from aliquot.cluster.rules_job import check_job
 from aliquot.cluster.rules_references import check_pods_references
@@ -32,8 +32,6 @@ KUBERNETES = "1.34"  # version of the core kinds
 
 _NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
 _API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
-_NAME = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$")
-_KEY = re.compile(r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$")
 
 
 def check_manifests(
@@ -52,19 +50,13 @@ def check_manifests(
     twins = [(view, job or rendered_job(view, manifests)) for view in views]
     groups: list[Iterable[RuleFinding]] = [
         _check_schemas(manifests, known),
-        *(check_pool(pool) for pool in pools),
+        *(check_pool(pool, any(twin is not None and survives_spot(twin) for _, twin in twins)) for pool in pools),
         *(check_node_class(node_class, pools) for node_class in select_kinds(manifests, "EC2NodeClass")),
-        check_references(manifests),
         check_storage(views, manifests),
         check_pods_references(views, manifests),
         check_security(views, manifests),
         check_environment(views, pools, manifests),
-        *(
-            check_job(view, twin.section.trainer, twin.plan, twin.config.checkpoint.grace_s)
-            if twin is not None
-            else check_job(view, None, None, None)
-            for view, twin in twins
-        ),
+        *(check_job(view, twin) for view, twin in twins),
         *(check_invariants(view, twin, manifests) for view, twin in twins),
         *(check_mounted_config(view, manifests) for view in views),
         *(check_together(view, pools, manifests) for view in views),
@@ -103,7 +95,6 @@ def _check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSche
         if not (isinstance(kind, str) and kind.isalnum()):
             yield finding("malformed", manifest, f"kind is {kind!r}", "a word")
             continue
-        yield from _check_names(manifest)
         if not missing:
             yield from _judged(manifest, known)
 
@@ -142,20 +133,3 @@ def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[
         return
     fix = did_you_mean(f"{api_version} {manifest.kind}", kinds, "see `kubectl api-resources`")
     yield finding("unknown-kind", manifest, f"{api_version} has no {manifest.kind}", fix)
-
-
-def _check_names(manifest: ManifestObject) -> Iterator[RuleFinding]:
-    """Check names, labels and annotations by the rules of the API server that are not part of any schema."""
-    metadata = mapping(manifest.document.get("metadata"))
-    name = metadata.get("name")
-    if name is None and metadata.get("generateName") is None:
-        yield finding("missing-field", manifest, "metadata.name is missing", "give it")
-    elif isinstance(name, str) and (len(name) > 253 or not _NAME.match(name)):
-        yield finding("field-value", manifest, f"metadata.name is {name!r}", "small letters, digits, - and .")
-    for part in ("labels", "annotations"):
-        for key, value in mapping(metadata.get(part)).items():
-            if not _KEY.match(str(key)):
-                yield finding("field-value", manifest, f"metadata.{part} has {key!r}", "a name, or domain/name")
-            if part == "labels" and isinstance(value, str) and not is_label_value(value):
-                fix = "at most 63 letters, digits, -, _ and ."
-                yield finding("field-value", manifest, f"metadata.labels.{key} is {value!r}", fix)

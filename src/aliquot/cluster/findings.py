@@ -34,7 +34,9 @@ RULES: dict[str, Rule] = {
     "not-sold": Rule("error", "EC2 does not sell these types in this way or region: the pool never makes a node"),
     "no-amx": Rule("warning", "without AMX a bf16 matmul is many times slower"),
     "node-class": Rule("warning", "the NodePool refers to an EC2NodeClass that is not among the manifests"),
-    "node-image-kind": Rule("error", "GPU nodes need a GPU image, and CPU nodes an image without GPU drivers"),
+    "node-image-kind": Rule(
+        "error", "GPU nodes need an image that can use their GPUs, and CPU nodes one without GPU drivers"
+    ),
     "node-image-eks": Rule("error", "an image without the EKS bootstrap never joins the cluster"),
     "node-image-drift": Rule("warning", "the image changes under the pool, and Karpenter replaces nodes as drifted"),
     "user-data-packages": Rule("warning", "packages on a node are not available in containers"),
@@ -64,7 +66,6 @@ RULES: dict[str, Rule] = {
     "no-trainer": Rule(
         "error", "without spec.trainer and mlPolicy.torch nobody sets the PET_* variables: every node trains alone"
     ),
-    "trainer-dialect": Rule("error", "2.1 knows podTemplateOverrides only, 2.2 and later runtimePatches only"),
     "container-name": Rule(
         "error", "Trainer knows only the container `node` of the one job that has the trainer's label"
     ),
@@ -99,6 +100,7 @@ RULES: dict[str, Rule] = {
     "restarts": Rule("warning", "a lost node ends the job, although it could go on from its checkpoint"),
     "gang-scheduling": Rule("error", "a PodGroup has no effect on pods of the default scheduler"),
     "image-kind": Rule("error", "a CUDA image on CPU nodes is gigabytes for nothing; a CPU image leaves GPUs idle"),
+    "image-packages": Rule("error", "the pods end with exit code 2 at the first package that their image lacks"),
     "architecture": Rule("error", "a container runs only on the architecture that its image was built for"),
     "pod-security": Rule(
         "warning",
@@ -108,7 +110,9 @@ RULES: dict[str, Rule] = {
     # config
     "resume": Rule("error", "a restarted job refuses a run directory that exists"),
     "not-shared": Rule("error", "only files on the shared file system outlive a pod and are visible to all pods"),
-    "credentials": Rule("warning", "nothing gives the pods an identity in AWS, and without one S3 refuses them"),
+    "credentials": Rule(
+        "warning", "nothing gives the pods the identity or key that a service asks for, and it refuses them"
+    ),
     "no-checkpoints": Rule("error", "a lost node costs the whole run"),
     "plan": Rule("warning", "the plan of the run says so, and nodes cost money while it is true"),
     "config-file": Rule("error", "the pods end with exit code 2 if they do not find a valid config"),

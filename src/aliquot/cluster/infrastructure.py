@@ -105,6 +105,7 @@ def node_class(job: Job) -> Document:
         amiSelectorTerms=[{"alias": section.ami}],
         subnetSelectorTerms=discovered,
         securityGroupSelectorTerms=discovered,
+        networkInterfaces=_network_interfaces(job),
         capacityReservationSelectorTerms=section.capacity_reservation and [{"id": section.capacity_reservation}],
         placementGroupSelector=group and {"id" if re.fullmatch(r"pg-[0-9a-z]+", group) else "name": group},
         blockDeviceMappings=[{"deviceName": "/dev/xvdb" if bottlerocket else "/dev/xvda", "ebs": volume}],
@@ -113,6 +114,17 @@ def node_class(job: Job) -> Document:
         userData=section.user_data or (None if bottlerocket else to_yaml(_NODE_CONFIG)),
     )
     return job.manifest("karpenter.k8s.aws/v1", "EC2NodeClass", namespaced=False, spec=spec)
+
+
+def _network_interfaces(job: Job) -> list[Document]:
+    """Return the interfaces of nodes whose network card 0 has no EFA; other nodes get theirs from the pods' requests.
+
+    From requests alone, Karpenter puts EFA on the first cards, which EC2 refuses for such a type.
+    """
+    if not job.efa_interfaces or job.types[0].first_card_has_efa:
+        return []
+    kinds = ["interface", *["efa-only"] * job.efa_interfaces]
+    return [{"networkCardIndex": card, "deviceIndex": 0, "interfaceType": kind} for card, kind in enumerate(kinds)]
 
 
 def storage(job: Job) -> dict[str, Document]:

@@ -42,13 +42,13 @@ _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?:
 
 Version = tuple[int, int]
 
-# Compatible versions of Kubeflow Trainer, JobSet, Karpenter and Kueue: Trainer's manifests contain the JobSet that
-# Trainer was built with (2.1.0 has 0.10.1, 2.3.0 has 0.12.0). karpenter.sh/v1 exists since Karpenter 1.0. Kueue up to
-# 0.16 supports podTemplateOverrides; Kueue since 0.17 supports runtimePatches and only Trainer 2.2 and later
-# (kubernetes-sigs/kueue issues 11931 and 14722).
+# Compatible versions of Kubeflow Trainer, JobSet and Kueue: Trainer's manifests contain the JobSet that Trainer was
+# built with (2.1.0 has 0.10.1, 2.3.0 has 0.12.0). Kueue up to 0.16 supports podTemplateOverrides; Kueue since 0.17
+# supports runtimePatches and only Trainer 2.2 and later (kubernetes-sigs/kueue issues 11931 and 14722). The dry run
+# finds what an installed version does not know.
 # The ends of the operators' image names, by which `operator_versions` recognises the operators:
 _IMAGES = {
-    "trainer": "trainer-controller-manager", "jobset": "jobset", "karpenter": "karpenter/controller", "kueue": "kueue",
+    "trainer": "trainer-controller-manager", "jobset": "jobset", "kueue": "kueue",
 }  # fmt: skip
 _RUNTIME_PATCHES: Version = (2, 2)  # the first version of Trainer that supports runtimePatches
 _JOBSET_OF_TRAINER: dict[Version, Version] = {(2, 1): (0, 10), (2, 3): (0, 12)}
@@ -239,16 +239,11 @@ def operator_versions(deployments: Sequence[dict[str, Any]]) -> dict[str, Versio
 
 def check_versions(installed: Mapping[str, Version], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Check that the installed versions of operators, by name, suit the manifests and each other."""
-    trainer, jobset, karpenter, kueue = (installed.get(name) for name in _IMAGES)
-    if trainer is not None:
-        yield from _dialect(trainer, manifests)
-        needed = _JOBSET_OF_TRAINER.get(trainer)
-        if needed is not None and jobset is not None and jobset < needed:
-            fix = f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it"
-            yield finding("versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}", fix)
-    if karpenter is not None and karpenter < (1, 0):
-        fix = "Karpenter 1.x"
-        yield finding("versions", "Karpenter", f"{_dotted(karpenter)} does not serve karpenter.sh/v1", fix)
+    trainer, jobset, kueue = (installed.get(name) for name in _IMAGES)
+    needed = None if trainer is None else _JOBSET_OF_TRAINER.get(trainer)
+    if trainer is not None and needed is not None and jobset is not None and jobset < needed:
+        fix = f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it"
+        yield finding("versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}", fix)
     queued = any(view.queue is not None for view in job_views(manifests))
     if queued and trainer is not None and kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, kueue >= (0, 17)
@@ -256,14 +251,6 @@ def check_versions(installed: Mapping[str, Version], manifests: Sequence[Manifes
             message = f"{_dotted(kueue)} with Kubeflow Trainer {_dotted(trainer)}"
             fix = "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3"
             yield finding("versions", "Kueue", message, fix)
-
-
-def _dialect(trainer: Version, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    wrong, right = ("runtimePatches", "2.1") if trainer < _RUNTIME_PATCHES else ("podTemplateOverrides", "2.3")
-    for manifest in manifests:
-        if manifest.kind == "TrainJob" and manifest.get("spec", wrong) is not None:
-            message = f"spec.{wrong}, and Kubeflow Trainer {_dotted(trainer)} is installed"
-            yield finding("trainer-dialect", manifest, message, f"render with cluster.trainer={right}")
 
 
 def _dotted(version: Version) -> str:

@@ -12,7 +12,7 @@ from aliquot.catalogue.instances import catalogue, instances
 from aliquot.cluster.fields import Field, judge_fields, like, none_of, one_of, unlike
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import AMX_TAINT
-from aliquot.cluster.manifests import ManifestObject, mapping, select_kinds
+from aliquot.cluster.manifests import ManifestObject, mapping
 from aliquot.cluster.node_pool_view import (
     CAPACITY,
     LABEL_VALUE,
@@ -36,9 +36,6 @@ _DISCONTINUED = {
     "torchtune": "torchtune is discontinued",
 }
 _GPU_IMAGE = re.compile(r"nvidia|gpu|cuda|neuron", re.IGNORECASE)
-# Families whose GPUs need NVIDIA's driver 595; AWS' images for EKS nodes have 580 (release v20260714). Source, with the
-# way to build an image: doc/usage/g7-ami.md in github.com/awslabs/amazon-eks-ami.
-_NEWER_DRIVER = {"g7"}
 
 
 def _label_fix(value: Any) -> str:
@@ -83,12 +80,13 @@ _NODES = (
 )  # fmt: skip
 
 
-def check_pool(pool: PoolView) -> Iterator[RuleFinding]:
+def check_pool(pool: PoolView, saves: bool) -> Iterator[RuleFinding]:
+    """Check a NodePool. `saves`: the run is known, saves during training, and resumes."""
     yield from judge_fields(_POOL, pool.manifest.get(), pool.manifest)
     yield from _names(pool)
     yield from _types(pool)
     yield from _sold(pool)
-    if "spot" in pool.capacities:
+    if "spot" in pool.capacities and not saves:
         fix = "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only"
         yield finding("spot", pool.manifest, "capacity type spot is allowed", fix)
 
@@ -101,14 +99,6 @@ def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> I
     if mappings and device and not is_mapped:
         message = f"no mapping is of {device}, the disk of the pods, which keeps its default size"
         yield finding("volume-size", node_class, message, f"deviceName: {device}")
-
-
-def check_references(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    classes = {node_class.name for node_class in select_kinds(manifests, "EC2NodeClass")}
-    for pool in select_kinds(manifests, "NodePool"):
-        reference = mapping(pool.get("spec", "template", "spec", "nodeClassRef"))
-        if reference.get("kind") == "EC2NodeClass" and (name := reference.get("name")) not in classes:
-            yield finding("node-class", pool, f"nodeClassRef names {name!r}", "check that one too, or correct the name")
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
@@ -186,18 +176,16 @@ def _drivers(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[
     """Check that the image has a driver for the GPUs of the pools, and none without GPUs."""
     gpu_pools = [pool.manifest.name for pool in pools if pool.gpu]
     cpu_pools = [pool.manifest.name for pool in pools if pool.types and not pool.gpu]
-    new_families = {node_type.family for pool in pools if pool.gpu for node_type in pool.types} & _NEWER_DRIVER
+    types = [node_type for pool in pools for node_type in pool.types]
+    concerns = sorted({node_type.gpu_concern for node_type in types if node_type.gpu_concern is not None})
     for term in node_class.items("spec", "amiSelectorTerms"):
         alias, name = str(term.get("alias") or ""), str(term.get("name") or "")
         unfit = cpu_pools if _GPU_IMAGE.search(name) else gpu_pools if name else []
         yield from failures(
             node_class,
             Check(unfit, "node-image-kind", f"{name!r} for the nodes of NodePool {', '.join(unfit)}", _PINNED),
-            Check(
-                alias.startswith("al2023@") and new_families,
-                "node-image-kind",
-                f"GPUs of {', '.join(new_families)} need NVIDIA's driver 595, and the images of EKS have 580",
-                "another GPU type, or an image that you build: amiSelectorTerms: [{id: ami-...}]",
-                "warning",
+            *(
+                Check(alias, "node-image-kind", concern, "another GPU type, or an image that you build", "warning")
+                for concern in concerns
             ),
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from aliquot.cluster.job import POOL_LABEL, Job
+from aliquot.cluster.job import LOGS_BYTES, POOL_LABEL, Job
 from aliquot.cluster.manifests import Document, compact, literal, to_yaml
 from aliquot.cluster.quantity import mebibytes
 from aliquot.core.decode import decode_json
@@ -128,14 +128,16 @@ def environment(job: Job) -> list[Document]:
         # INIT and NET names the network at the start.
         variables |= {"NCCL_NET": "AWS Libfabric", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     entries: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
-    if (secret := job.section.huggingface_secret) is not None:
-        entries.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}})
-    return entries
+    secrets = job.section.secrets
+    if (token := job.section.huggingface_secret) is not None:
+        secrets = {"HF_TOKEN": token, **secrets}
+    keys = {name: {"name": secret.name, "key": secret.key} for name, secret in secrets.items()}
+    return entries + [{"name": name, "valueFrom": {"secretKeyRef": key}} for name, key in keys.items()]
 
 
 def volumes(job: Job, with_config: bool = True) -> list[Document]:
     entries: list[Document] = [{"name": _CONFIG, "configMap": {"name": _config_name(job)}}] if with_config else []
-    entries += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {}}]
+    entries += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {"sizeLimit": mebibytes(LOGS_BYTES)}}]
     if job.scratch_bytes:
         entries.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
     if job.shm_bytes:

@@ -1,4 +1,4 @@
-"""Rules about the surroundings of a job: region, reservations, GPU nodes, networks and Kubernetes Jobs.
+"""Rules about the surroundings of a job: region, reservations, GPU nodes and networks.
 
 Every object alone may be valid; these rules compare objects that lie in one directory of manifests.
 """
@@ -13,10 +13,9 @@ from aliquot.cluster.fields import values
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import GPU
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import ManifestObject, listed, mapping, mappings, select_kinds
+from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds
 from aliquot.cluster.node_pool_view import ZONE, PoolView, disk_bytes
 from aliquot.cluster.quantity import GIB
-from aliquot.cluster.rules_references import check_mounts
 
 _ZONE_NAME = re.compile(r"([a-z]{2}(?:-[a-z]+)+-\d)[a-z]")
 _FSX_NAME = re.compile(r"fs-[0-9a-f]+\.fsx\.([a-z0-9-]+)\.amazonaws\.com")
@@ -25,6 +24,7 @@ _ECR_NAME = re.compile(r"\d{12}\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/")
 _GPU_LABEL = "nvidia.com/gpu.present"
 # The unpacked image with CUDA libraries takes about 15 GiB, and the system, other images and logs take 20 GiB.
 _GPU_DISK_BYTES = 50 * GIB
+_NODE_CLASS = "EC2NodeClass"
 _ARM = re.compile(r"arm64|aarch64|graviton", re.IGNORECASE)
 
 
@@ -37,8 +37,6 @@ def check_environment(
     for job in jobs:
         yield from _architecture(job, pools)
         yield from _network(job, manifests)
-    for job_manifest in select_kinds(manifests, "Job"):
-        yield from _kubernetes_job(job_manifest)
 
 
 def _regions(
@@ -106,6 +104,12 @@ def _nodes(pool: PoolView, node_class: ManifestObject | None, gpu_job: bool) -> 
             "NVIDIA's device plugin does not select these nodes",
             f'{_GPU_LABEL}: "true" in spec.template.metadata.labels',
         ),
+        Check(
+            node_class is None and pool.manifest.get("spec", "template", "spec", "nodeClassRef", "kind") == _NODE_CLASS,
+            "node-class",
+            f"nodeClassRef names {pool.node_class_name!r}",
+            "check that one too, or correct the name",
+        ),
     )
     if node_class is None:
         return
@@ -162,12 +166,3 @@ def _opens_dns(rule: dict[str, Any]) -> bool:
     peers = [mapping(peer) for peer in listed(rule.get("to"))]
     is_abroad = not peers or any("namespaceSelector" in peer or "ipBlock" in peer for peer in peers)
     return is_abroad and (not ports or any(port in (53, "dns", "dns-tcp") for port in ports))
-
-
-def _kubernetes_job(job: ManifestObject) -> Iterator[RuleFinding]:
-    """Check a Job of batch/v1 as its validation in the API server does, beyond its schema."""
-    spec = mapping(job.get("spec", "template", "spec"))
-    if spec.get("restartPolicy") not in ("Never", "OnFailure"):
-        shown = spec.get("restartPolicy") or "not set, so Always"
-        yield finding("restart-policy", job, f"restartPolicy is {shown}", "restartPolicy: Never")
-    yield from check_mounts(job, [spec], mappings(spec, "volumes"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
 from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
-from aliquot.cluster.job import EFA, GPU
+from aliquot.cluster.job import EFA, GPU, Job
 from aliquot.cluster.job_view import NODE, JobView, job_specs, patches
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
 from aliquot.cluster.pod import ANCESTOR
@@ -66,33 +66,22 @@ _RUNTIME = (
 )  # fmt: skip
 
 
-def check_job(job: JobView, trainer: str | None, plan: Plan | None, grace_s: float | None) -> Iterator[RuleFinding]:
-    """Check a TrainJob. All arguments but the job are None if unknown.
-
-    Args:
-        trainer: the version of Kubeflow Trainer, such as "2.3".
-        plan: the plan of the run.
-        grace_s: `checkpoint.grace_s` of the run's config.
-    """
+def check_job(job: JobView, twin: Job | None) -> Iterator[RuleFinding]:
+    """Check a TrainJob; with the plan and the config of `twin`, the job from which it was rendered, if it is known."""
+    plan, grace_s = (None, None) if twin is None else (twin.plan, twin.config.checkpoint.grace_s)
     name, most = job.manifest.name, max_job_name_length(job.nodes)
     if len(name) > most:
         message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
         yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
-    parts = (_trainer(job, trainer), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
+    parts = (_trainer(job), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
     for findings in (*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan)):
         yield from findings
 
 
-def _trainer(job: JobView, trainer: str | None) -> Iterator[RuleFinding]:
+def _trainer(job: JobView) -> Iterator[RuleFinding]:
     spec = mapping(job.manifest.get("spec"))
     if "trainer" not in spec:
         yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
-    both = "podTemplateOverrides" in spec and "runtimePatches" in spec
-    for field, versions in (("podTemplateOverrides", ("2.0", "2.1")), ("runtimePatches", ("2.2", "2.3"))):
-        if field in spec and (both or (trainer is not None and trainer not in versions)):
-            message = f"spec.{field}" + (f" with Trainer {trainer}" if trainer else "")
-            fix = "one of the two: cluster.trainer of a config, or the version that is installed"
-            yield finding("trainer-dialect", job.manifest, message, fix)
     if job.runtime is None:
         reference = mapping(spec.get("runtimeRef"))
         runtime = f"{reference.get('kind', 'ClusterTrainingRuntime')}/{reference.get('name')}"

@@ -56,7 +56,7 @@ def _references(job: JobView) -> Iterator[tuple[str, str]]:
 
 
 def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    """Check the keys of Secrets and ConfigMaps from which variables come, and the ClusterQueue of the job's queue."""
+    """Check the keys of Secrets and ConfigMaps from which variables come."""
     for variable in job.env:
         for source, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
             reference = mapping(dig(variable, "valueFrom", source))
@@ -70,11 +70,6 @@ def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFin
                     yield finding(
                         "reference", job.manifest, message, did_you_mean(key, known, "a key that it has", 0.0)
                     )
-    names = [item.name for item in select_kinds(manifests, "ClusterQueue")]
-    for queue in select_kinds(manifests, "LocalQueue"):
-        if names and queue.name == job.queue and (other := queue.get("spec", "clusterQueue")) not in names:
-            message = f"spec.clusterQueue is {other!r}, which is not among the manifests"
-            yield finding("reference", queue, message, did_you_mean(other, names, "check it, too", 0.0))
 
 
 def _reference(

@@ -197,35 +197,37 @@ def _violations(error: ValidationError) -> Iterator[Violation]:
     path, value, expected_value = _path(error.absolute_path), error.instance, error.validator_value
     schema = error.schema if isinstance(error.schema, dict) else {}
     is_value, is_quantity = f"{path} is {_shown(value)}", expected_kind(schema) == "quantity"
-    if error.validator == "additionalProperties":
-        known = sorted(schema.get("properties", {}))
-        for key in (item for item in value if item not in known):
+    match error.validator:
+        case "additionalProperties":
+            known = sorted(schema.get("properties", {}))
             some = f"known here: {', '.join(known)}" if known else "nothing may stand here"
-            yield Violation("unknown-field", f"{path}.{key}".lstrip("."), did_you_mean(key, known, some))
-    elif error.validator == "required":
-        (name,) = (item for item in expected_value if error.message.startswith(repr(item)))
-        yield Violation("missing-field", f"{path}.{name}".lstrip(".") + " is missing", "give it")
-    elif error.validator == "type":
-        names = ["quantity"] if is_quantity else [expected_value] if isinstance(expected_value, str) else expected_value
-        yield Violation("malformed", is_value, " or ".join(EXPECTED[name] for name in names if name in EXPECTED))
-    elif error.validator == _CEL:
-        yield Violation("cel-rule", f"{path or 'the object'}: {error.message}", f"make this hold: {expected_value}")
-    elif error.validator == _NOT_JUDGED:
-        yield Violation(_NOT_JUDGED, f"{path or 'the object'}: {error.message}", "only the API server can: --live")
-    elif error.validator in ("x-kubernetes-list-map-keys", "x-kubernetes-list-type"):
-        yield Violation("field-value", f"{path}: {error.message}", "each once")
-    elif error.validator == "enum":
-        allowed = [str(item) for item in expected_value]
-        yield Violation("field-value", is_value, did_you_mean(value, allowed, f"one of {', '.join(allowed)}"))
-    elif error.validator == "pattern":
-        expected = EXPECTED["quantity"] if is_quantity else f"text like {expected_value}"
-        yield Violation("malformed" if is_quantity else "field-value", is_value, expected)
-    elif error.validator == "format":
-        yield Violation("field-value", is_value, f"what Kubernetes calls {expected_value}")
-    elif error.validator in ("anyOf", "oneOf", "allOf", "not"):
-        yield Violation("field-value", is_value, f"what {error.validator} of its schema allows")
-    else:  # minimum, maxLength, minItems, ...
-        yield Violation("field-value", is_value, f"{error.validator}: {expected_value}")
+            for key in (item for item in value if item not in known):
+                yield Violation("unknown-field", f"{path}.{key}".lstrip("."), did_you_mean(key, known, some))
+        case "required":
+            (name,) = (item for item in expected_value if error.message.startswith(repr(item)))
+            yield Violation("missing-field", f"{path}.{name}".lstrip(".") + " is missing", "give it")
+        case "type":
+            kinds = [expected_value] if isinstance(expected_value, str) else expected_value
+            names = ["quantity"] if is_quantity else kinds
+            yield Violation("malformed", is_value, " or ".join(EXPECTED[name] for name in names if name in EXPECTED))
+        case "x-kubernetes-validations":
+            yield Violation("cel-rule", f"{path or 'the object'}: {error.message}", f"make this hold: {expected_value}")
+        case "not-judged":
+            yield Violation(_NOT_JUDGED, f"{path or 'the object'}: {error.message}", "only the API server can: --live")
+        case "x-kubernetes-list-map-keys" | "x-kubernetes-list-type":
+            yield Violation("field-value", f"{path}: {error.message}", "each once")
+        case "enum":
+            allowed = [str(item) for item in expected_value]
+            yield Violation("field-value", is_value, did_you_mean(value, allowed, f"one of {', '.join(allowed)}"))
+        case "pattern":
+            expected = EXPECTED["quantity"] if is_quantity else f"text like {expected_value}"
+            yield Violation("malformed" if is_quantity else "field-value", is_value, expected)
+        case "format":
+            yield Violation("field-value", is_value, f"what Kubernetes calls {expected_value}")
+        case "anyOf" | "oneOf" | "allOf" | "not":
+            yield Violation("field-value", is_value, f"what {error.validator} of its schema allows")
+        case _:  # minimum, maxLength, minItems, ...
+            yield Violation("field-value", is_value, f"{error.validator}: {expected_value}")
 
 
 def _path(keys: Iterable[Any]) -> str:

@@ -17,9 +17,9 @@ _MIB = 1 << 20
 _POD_PATHS = ["/tmp", "/etc/aliquot", "/offload", "/dev/shm", "/opt/aliquot", "/proc", "/sys", "/usr", "/lib", "/bin"]
 _MAX_POD_NAME = 63  # letters of a DNS label
 _SCRATCH_MB_PER_TIB = 100  # of writing; reading has 200
-# USD in us-east-1, 2026-07: an EKS control plane in standard support per hour, and a GiB of FSx for Lustre per month,
-# for SCRATCH_2 (None) and for PERSISTENT_2 by MB/s per TiB.
-_CONTROL_PLANE_USD = 0.10
+# USD in us-east-1, 2026-07, per hour: an EKS control plane in standard support, two m7i.large for the operators, and a
+# NAT gateway. Per month: a GiB of FSx for Lustre, for SCRATCH_2 (None) and for PERSISTENT_2 by MB/s per TiB.
+_CLUSTER_USD = 0.10 + 2 * 0.1008 + 0.045
 _FSX_USD = {None: 0.140, 125: 0.145, 250: 0.210, 500: 0.340, 1000: 0.600}
 _HOURS_A_MONTH = 730
 
@@ -139,6 +139,8 @@ class ClusterSection(SectionWithNodes):
     """Kubeflow Trainer's version: 2.1 has podTemplateOverrides, later ones runtimePatches."""
     image: str = Field(min_length=1, pattern=r"^[^\s]+$", max_length=512)
     """Container image with aliquot installed."""
+    image_extras: list[Literal["s3", "lora", "deepspeed", "fp8", "wandb", "mlflow", "eval"]] | None = None
+    """Extras with which the image was built (--build-arg EXTRAS). Default: those of aliquot's Dockerfiles."""
     image_pull_policy: Literal["Always", "IfNotPresent"] = "IfNotPresent"
     nodes: NodeCount = 1
     """Number of nodes. MIN:MAX, for example 2:4: the job continues while nodes come and go."""
@@ -176,6 +178,8 @@ class ClusterSection(SectionWithNodes):
     """Service account of the pods; its IAM role lets pods read and write S3 (checkpoint.mirror)."""
     huggingface_secret: SecretSection | None = None
     """The token for gated models and data."""
+    secrets: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], SecretSection] = Field({})
+    """Variables of the pods from keys of Secrets, such as WANDB_API_KEY: {name: wandb, key: token}."""
     queue: Subdomain | None = None
     """Name of a Kueue LocalQueue."""
     gang_scheduling: Literal["coscheduling", "volcano"] | None = None
@@ -198,8 +202,8 @@ class ClusterSection(SectionWithNodes):
 
     @property
     def fees_usd_per_hour(self) -> float:
-        """Return what the cluster costs beside the nodes of jobs: the control plane and the file system."""
-        return _CONTROL_PLANE_USD + self.storage.usd_per_hour
+        """Return what the cluster costs beside the nodes of jobs: EKS, operators, NAT and the file system."""
+        return _CLUSTER_USD + self.storage.usd_per_hour
 
     @property
     def may_use_efa(self) -> bool:

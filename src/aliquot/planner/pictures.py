@@ -55,22 +55,32 @@ def offers_svg(offers: Sequence[Offer], title: str) -> str:
     hours, prices = [offer.total_s / 3600 for offer in offers], [offer.usd for offer in offers]
     right, bottom = _WIDTH - _OFFERS_RIGHT, _OFFERS_HEIGHT - _OFFERS_BOTTOM
     x, y = _log_scale(hours, _LEFT, right), _log_scale(prices, bottom, _TOP)
-    parts = [_text(right, _OFFERS_HEIGHT - 10, "hours", "end"), _text(12, _TOP, "USD")]
-    for tick in log_ticks(0.8 * min(hours), 1.25 * max(hours)):
-        parts.append(_line(x(tick), _TOP, x(tick), bottom, f'stroke="{_GRID}"'))
-        parts.append(_text(x(tick), _OFFERS_HEIGHT - 30, f"{tick:g}", "middle"))
-    for tick in log_ticks(0.8 * min(prices), 1.25 * max(prices)):
-        parts.append(_line(_LEFT, y(tick), right, y(tick), f'stroke="{_GRID}"'))
-        parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:,g}", "end"))
-    for offer, hour in zip(offers, hours, strict=True):
-        point = f'cx="{x(hour):.1f}" cy="{y(offer.usd):.1f}" r="4" fill="{_CAPACITY_COLOURS[offer.capacity]}"'
+    x_ticks, y_ticks = (log_ticks(0.8 * min(values), 1.25 * max(values)) for values in (hours, prices))
+    grid = f'stroke="{_GRID}"'
+
+    def point(offer: Offer) -> str:
+        hour = offer.total_s / 3600
         label = f"{offer.plan.nodes} x {offer.plan.instance}, {offer.capacity}: {hour:,.1f} h, {dollars(offer.usd)} USD"
-        parts.append(f"<circle {point}><title>{escape(label)}</title></circle>")
-    for offer in pareto_optimal(offers):
-        label = f"{offer.plan.nodes} x {offer.plan.instance}"
-        parts.append(_text(x(offer.total_s / 3600) + 6, y(offer.usd) - 4, label))
-    for number, (capacity, colour) in enumerate(_CAPACITY_COLOURS.items()):
-        parts.append(_text(right - 90, _TOP + 16 * number, capacity, colour=colour))
+        place = f'cx="{x(hour):.1f}" cy="{y(offer.usd):.1f}" r="4" fill="{_CAPACITY_COLOURS[offer.capacity]}"'
+        return f"<circle {place}><title>{escape(label)}</title></circle>"
+
+    parts = [
+        _text(right, _OFFERS_HEIGHT - 10, "hours", "end"),
+        _text(12, _TOP, "USD"),
+        *(_line(x(tick), _TOP, x(tick), bottom, grid) for tick in x_ticks),
+        *(_text(x(tick), _OFFERS_HEIGHT - 30, f"{tick:g}", "middle") for tick in x_ticks),
+        *(_line(_LEFT, y(tick), right, y(tick), grid) for tick in y_ticks),
+        *(_text(_LEFT - 6, y(tick) + 4, f"{tick:,g}", "end") for tick in y_ticks),
+        *map(point, offers),
+        *(
+            _text(x(offer.total_s / 3600) + 6, y(offer.usd) - 4, f"{offer.plan.nodes} x {offer.plan.instance}")
+            for offer in pareto_optimal(offers)
+        ),
+        *(
+            _text(right - 90, _TOP + 16 * number, capacity, colour=colour)
+            for number, (capacity, colour) in enumerate(_CAPACITY_COLOURS.items())
+        ),
+    ]
     return _svg(_OFFERS_HEIGHT, title, parts)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from aliquot.catalogue.instances import instance
 from aliquot.core.number_format import count_of, short
 from aliquot.engines.engine_plan import OnDisk, Unsharded
 
@@ -125,7 +126,7 @@ class Plan:
     disk_batch: int | None = None  # smallest global batch that waits at most DISK_PART for disks; None: no batch
     waiting_factor: float = 1.0  # the wait for network or disk, in times of matrix products, if it is the bottleneck
     losses: Losses = field(default_factory=Losses)  # of the time of a run on many nodes
-    fees_usd_per_hour: float = 0.0  # of the file system and the control plane of `cluster`
+    fees_usd_per_hour: float = 0.0  # of what `cluster` needs beside the nodes of the job
 
     @property
     def step_with_messages_s(self) -> float:
@@ -224,10 +225,12 @@ class Plan:
         parts = [f"{', '.join(kinds)} of the parameters"] if kinds else []
         parts += [f"{count_of(self.on_disk.layers, 'layer')} whole"] if self.on_disk.layers else []
         daily = self.scratch_written_per_step / self.step_s * 86400
+        is_short = self.disk_s <= DISK_PART * self.step_s or self.disk_batch is None
+        enough = "" if is_short else f"; {DISK_PART:.0%} with {self.disk_batch:,} sequences a step"
         return (
             f"{', '.join(parts)}: {self.scratch_bytes_per_node / 1e9:,.1f} GB a node,"
             f" {self.scratch_moved_per_step / 1e9:,.1f} GB read and written a step, which waits {short(self.disk_s)} s"
-            f" for it ({self.disk_s / self.step_s:.0%}{self._disk_batch_words()}); {daily / 1e12:,.1f} TB written a day"
+            f" for it ({self.disk_s / self.step_s:.0%}{enough}); {daily / 1e12:,.1f} TB written a day"
         )
 
     @property
@@ -240,15 +243,11 @@ class Plan:
             " predicted, not yet measured on a GPU"
         )
 
-    def _disk_batch_words(self) -> str:
-        if self.disk_s <= DISK_PART * self.step_s or self.disk_batch is None:
-            return ""
-        return f"; {DISK_PART:.0%} with {self.disk_batch:,} sequences a step"
-
     @property
     def concerns(self) -> list[str]:
-        """Lines about settings that are rarely meant: random weights of a large model, steps that mostly wait."""
-        lines = []
+        """Lines about settings that are rarely meant: unfit GPUs, random weights of a large model, mostly waiting."""
+        ec2 = None if self.instance is None or self.device == "cpu" else instance(self.instance)
+        lines = [ec2.gpu_concern] if ec2 is not None and ec2.gpu_concern is not None else []
         if not self.disk_read_bytes and self.parameters > _LARGE_MODEL:
             lines.append(
                 f"training begins from random weights (model.config, {self.size}): for published weights set model.path"

@@ -31,6 +31,8 @@ _SOCKET_CORES = {
 # EC2's families of Intel processors without AVX-512 (Haswell, Broadwell), and without AVX2 (Sandy and Ivy Bridge).
 _HASWELL = {"c4", "m4", "r4", "x1", "x1e", "d2", "h1", "i3", "t2"}
 _IVY_BRIDGE = {"c1", "c3", "i2", "m1", "m2", "m3", "r3", "t1"}
+_ADA = (8, 9)  # the first compute capability with instructions for fp8
+_GPUS_BEFORE_ADA = {"a10g", "a100"}  # of EC2, without those that are too old
 
 
 # The value of `aliquot plan --isa` -> the instruction sets of such a processor, the fastest first.
@@ -62,6 +64,7 @@ class Machine:
     gpu_name: str | None = None
     gpu_memory_bytes: int | None = None
     gpu_is_old: bool = False  # whether a GPU lacks kernels for attention
+    gpu_has_fp8: bool = True
     disk_bytes_per_s: float | None = None  # of shard.offload_directory, both directions together
     written_bytes_per_s: float | None = None  # of checkpoints; None: not measured
     cpu: CpuFacts | None = None  # None: another machine than this one
@@ -76,7 +79,7 @@ class Machine:
     def local(cls, cpu: CpuFacts | None = None) -> Self:
         """Return this machine. `cpu`: facts from before this process was pinned to a few cores."""
         cpu = cpu or read_cpu()
-        gpus, gpu_name, gpu_memory_bytes, gpu_is_old = _gpus()
+        gpus, gpu_name, gpu_memory_bytes, capability = _gpus()
         return cls(
             name=cpu.model,
             instance=None,
@@ -90,7 +93,8 @@ class Machine:
             gpus=gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
-            gpu_is_old=gpu_is_old,
+            gpu_is_old=capability[0] < AMPERE,
+            gpu_has_fp8=capability >= _ADA,
             cpu=cpu,
             allocator=training_allocator(os.environ),
             can_compile=can_compile(os.environ),
@@ -115,6 +119,7 @@ class Machine:
             gpu_name=ec2.gpu_name,
             gpu_memory_bytes=ec2.gpu_memory_bytes,
             gpu_is_old=ec2.has_old_gpu,
+            gpu_has_fp8=ec2.gpu_name not in _GPUS_BEFORE_ADA,
         )
 
     @classmethod
@@ -166,17 +171,6 @@ class Machine:
         node_of_core = tuple(core * self.numa_nodes // self.cores for core in range(self.cores))
         return CpuFacts(self.name, cores, None, self.numa_nodes, self.isa, node_of_core)
 
-    def memory_for(self, layout: RankLayout) -> int:
-        """Return the memory of a node's ranks together: one GPU's memory per rank, or on CPU the memory of the host."""
-        if layout.device == "cuda" and self.gpu_memory_bytes is not None:
-            return layout.ranks_per_node * self.gpu_memory_bytes
-        return self.memory_bytes
-
-    def usable_memory_bytes(self, config: RunConfig) -> int:
-        """Return the bytes of host memory that all ranks of a node may use together."""
-        limit = config.shard.memory
-        return self.memory_bytes if limit is None else min(self.memory_bytes, int(limit * GIB))
-
     def storage_bytes_per_s(self, config: RunConfig, nodes: int) -> float:
         """Return the rate at which all nodes together write a checkpoint."""
         if nodes == 1 and self.written_bytes_per_s is not None:
@@ -224,15 +218,15 @@ def _clock_hz() -> float | None:
     return None
 
 
-def _gpus() -> tuple[int, str | None, int | None, bool]:
-    """Return the number of GPUs that torch sees; name and memory of the first GPU, and whether it is too old."""
+def _gpus() -> tuple[int, str | None, int | None, tuple[int, int]]:
+    """Return the number of GPUs that torch sees; name, memory and compute capability of the first GPU."""
     if has_gpus():
         import torch
 
         if count := torch.cuda.device_count():
             properties = torch.cuda.get_device_properties(0)
-            return count, str(properties.name), int(properties.total_memory), properties.major < AMPERE
-    return 0, None, None, False
+            return count, str(properties.name), int(properties.total_memory), (properties.major, properties.minor)
+    return 0, None, None, (AMPERE, 0)
 
 
 def limit_to_pod(machine: Machine, config: RunConfig) -> Machine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from aliquot.config.schema import RunConfig
+from aliquot.core.errors import EngineError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.select import chosen_engine
@@ -108,4 +109,9 @@ class Planner(ModelOnMachine):
 
     def engine(self, config: RunConfig, layout: RankLayout) -> str:
         """Return the engine of the config, whether or not it fits. Raises UserError for settings that exclude it."""
+        if config.train.fp8 and layout.device == "cuda" and not self.machine.gpu_has_fp8:
+            raise EngineError(
+                f"train.fp8: GPUs multiply in fp8 from Ada and Hopper on, and {self.machine.name} has"
+                f" {(self.machine.gpu_name or '').upper()}: leave it out, or take newer GPUs"
+            )
         return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars, instance
-from aliquot.core.number_format import count_of, gib
+from aliquot.core.number_format import byte_size, count_of, gib
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planned_machine import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate, Names, as_arguments
@@ -59,8 +59,9 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     )
     on_host = "between the GPUs of a host" if plan.device == "cuda" else "on a host through sockets"
     lines = [
-        f"between hosts   {_size(plan.wire_bytes_per_step)} a step; {on_host} {_size(plan.local_bytes_per_step)}",
-        f"disk            {_size(plan.disk_read_bytes)} read at start, {_checkpoints(plan)}",
+        f"between hosts   {byte_size(plan.wire_bytes_per_step)} a step;"
+        f" {on_host} {byte_size(plan.local_bytes_per_step)}",
+        f"disk            {byte_size(plan.disk_read_bytes)} read at start, {_checkpoints(plan)}",
         *([f"micro-batches   of {plan.micro_batch} sequences"] if plan.micro_batch > 1 else []),
         *([f"on disk         {plan.disk_words}"] if plan.disk_words else []),
         *([f"copied layers   {plan.copied_words}"] if plan.copied_words else []),
@@ -182,7 +183,9 @@ def _run_lines(plan: Plan) -> list[str]:
         f"beside steps    {', '.join(filter(None, besides))} ({storage})",
     ]
     if plan.saving_s > plan.steps * plan.step_s:
-        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {advise_saves(plan)}")
+        fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
+        faster = f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
+        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {faster}")
     return lines + _cost_lines(plan)
 
 
@@ -192,7 +195,7 @@ def _cost_lines(plan: Plan) -> list[str]:
         return []
     ec2, fees = instance(plan.instance), plan.fees_usd_per_hour
     on_demand = _amount(plan, plan.usd_per_hour + fees)
-    with_fees = f", with {fees:.2f} USD/h for EKS and FSx" if fees else ""
+    with_fees = f", with {fees:.2f} USD/h for the cluster and FSx" if fees else ""
     spot_usd = ec2.spot_price()
     spot = ""
     if ec2.on_spot and spot_usd is not None:
@@ -208,32 +211,17 @@ def _amount(plan: Plan, usd_per_hour: float) -> str:
     return f"{dollars(usd_per_hour)} USD an hour, {dollars(a_billion)} USD per billion tokens"
 
 
-def advise_saves(plan: Plan) -> str:
-    """Advise how saves would take less time of the run."""
-    fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
-    return f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
-
-
 def _checkpoints(plan: Plan) -> str:
     """Describe the interval of checkpoints, and their size on disk."""
     is_at_end = plan.save_steps == 0 or 0 < plan.steps <= plan.save_steps
     every = "" if is_at_end else " every step" if plan.save_steps == 1 else f" every {plan.save_steps:,} steps"
-    most, size = plan.checkpoints, _size(plan.checkpoints * plan.checkpoint_bytes)
-    return (
-        f"{_size(plan.checkpoint_bytes)} a checkpoint{every}{f', at most {most} at once: {size}' if most > 1 else ''}"
-    )
+    most, size = plan.checkpoints, byte_size(plan.checkpoints * plan.checkpoint_bytes)
+    together = f", at most {most} at once: {size}" if most > 1 else ""
+    return f"{byte_size(plan.checkpoint_bytes)} a checkpoint{every}{together}"
 
 
 def _on_storage(plan: Plan) -> bool:
     return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
-
-
-def _size(size_bytes: float) -> str:
-    """Format bytes of traffic in powers of ten, like the rates of networks and disks."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:,.1f} {unit}"
-    return "0" if not size_bytes else f"{size_bytes / 1e3:,.1f} kB"
 
 
 def _seconds(seconds: float) -> str:

@@ -28,7 +28,7 @@ from aliquot.planner.memory_phases import helper_process_bytes
 from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner
 from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
 from aliquot.planner.plan import DISK_PART, Plan
-from aliquot.planner.planned_machine import DISK_BYTES_PER_S, Machine
+from aliquot.planner.planned_machine import DISK_BYTES_PER_S, GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
 from aliquot.planner.rates import Rates, estimated
 from aliquot.planner.scaling import losses
@@ -49,12 +49,12 @@ class ModelOnMachine:
 
     def __post_init__(self) -> None:
         self.shape = self.model.shape
-        self._rates: dict[tuple[str, int, int], Rates] = {}
+        self._rates: dict[tuple[str, int, int, bool], Rates] = {}
         self._times: dict[tuple[int, int], MicroBatchTime] = {}
 
     def rates(self, layout: RankLayout) -> Rates:
         """Return measured rates of a rank, or estimates if this machine was not measured."""
-        key = (layout.device, layout.ranks_per_node, layout.threads_per_rank)
+        key = (layout.device, layout.ranks_per_node, layout.threads_per_rank, layout.world_size > 1)
         if key not in self._rates:
             self._rates[key] = measured_rates(self.machine, layout) or estimated(self.machine, layout)
         return self._rates[key]
@@ -103,8 +103,9 @@ class RunPlan:
         config, layout, machine, size, workload = self.config, self.layout, self.machine, self.size, self.workload
         on_gpu = layout.device == "cuda"
         has_nccl = on_gpu and self.engine != "host"
-        host_limit = machine.usable_memory_bytes(config)
-        limit = machine.memory_for(layout) if on_gpu else host_limit
+        gib = config.shard.memory
+        host_limit = machine.memory_bytes if gib is None else min(machine.memory_bytes, int(gib * GIB))
+        limit = layout.ranks_per_node * (machine.gpu_memory_bytes or 0) if on_gpu else host_limit
         helpers = 0 if on_gpu else helper_process_bytes(config, layout.world_size)
         freed = 0 if on_gpu else self.cost.saved_bytes
         snapshot = snapshot_bytes(config, layout, self.steps, self.saving, self.micro_batch, self.micro_batches, freed)
