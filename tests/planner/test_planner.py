@@ -624,11 +624,11 @@ def test_singular_words_for_one() -> None:
 @pytest.mark.parametrize(
     ("train", "checkpoint", "words"),
     [
-        ({"max_steps": 100}, {"every": 20, "keep": 2}, " every 20 steps, at most 3 at once: 300.0 MB"),
+        ({"max_steps": 100}, {"every": 20, "keep": 2}, " every 20 steps, at most 3 at once: 300 MB"),
         ({"max_steps": 100}, {"every": 0}, ""),
         ({"max_steps": 100}, {"every": "auto"}, ""),  # the run ends before the first is due
-        ({"eval_steps": 1}, {"every": 1, "keep": 1, "best": True}, " every step, at most 3 at once: 300.0 MB"),
-        ({"max_steps": None}, {"every": "auto", "keep": 4}, " every 7 steps, at most 5 at once: 500.0 MB"),
+        ({"eval_steps": 1}, {"every": 1, "keep": 1, "best": True}, " every step, at most 3 at once: 300 MB"),
+        ({"max_steps": None}, {"every": "auto", "keep": 4}, " every 7 steps, at most 5 at once: 500 MB"),
     ],
 )  # fmt: skip
 def test_disk_that_checkpoints_take(train: dict[str, object], checkpoint: dict[str, object], words: str) -> None:
@@ -636,7 +636,7 @@ def test_disk_that_checkpoints_take(train: dict[str, object], checkpoint: dict[s
     made = plan(planned_config(LLAMA, train=train, checkpoint=checkpoint, data=data), SERVER)
     chosen = made.save_steps if made.steps else 7
     assert lines_of(replace(made, checkpoint_bytes=10**8, save_steps=chosen))["disk"].endswith(
-        f", 100.0 MB a checkpoint{words}"
+        f", 100 MB a checkpoint{words}"
     )
 
 
