@@ -16,6 +16,7 @@ from torch.nn.attention import activate_flash_attention_impl, restore_flash_atte
 from aliquot.checkpoint.live_parts import copier_for
 from aliquot.machine.memory import Gpu
 from aliquot.models.micro_batch import MicroBatch
+from aliquot.nn.attention import cuda_attention
 from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
 from aliquot.nn.head_loss import choose, head_loss_on
@@ -70,16 +71,23 @@ def compare_with_reference(dtype: torch.dtype, window: int | None, key_heads: in
 
 
 @needs_gpu
-def test_soft_caps_and_sinks_are_the_reference() -> None:
+@pytest.mark.parametrize("width", [64, 256])
+def test_soft_caps_and_sinks_are_the_reference(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Wide heads with the kernels for GPUs with little shared memory."""
+    if width == 256:
+        monkeypatch.setattr(cuda_attention, "kernel_options", lambda device: cuda_attention._SMALL_KERNELS)
     edges = (0, 1, 65, 300, 512)
-    query, key, value = (torch.randn(1, 4, 512, 64, device="cuda", requires_grad=True) for _ in "qkv")
+    query, key, value = (torch.randn(1, 4, 512, width, device="cuda", requires_grad=True) for _ in "qkv")
     sinks, found = torch.randn(4, device="cuda", requires_grad=True), []
     for window, softcap in ((None, 3.0), (40, 3.0), (40, 5.0)):
         scoring = Scoring(1.0, window, softcap, sinks)
         for backend in (ReferenceAttention(), CudaAttention()):
             out = backend.attend(query, key, value, Documents(edges, None).on(query.device), scoring)
             found.append(
-                [out, *torch.autograd.grad((out * torch.arange(64, device="cuda")).sum(), (query, key, value, sinks))]
+                [
+                    out,
+                    *torch.autograd.grad((out * torch.arange(width, device="cuda")).sum(), (query, key, value, sinks)),
+                ]
             )
         for expected, ours in zip(*found[-2:], strict=True):
             assert (ours - expected).norm() / expected.norm() < 1e-4
