@@ -99,7 +99,6 @@ def settings(name: str, trains: str, micro_batch: int) -> RunConfig:
             "max_steps": 100,
             "global_batch_size": 64,
             "per_device_train_batch_size": micro_batch,
-            "gradient_checkpointing": "full",
         },
     }
     if trains == "LoRA":  # of a pretrained model, of which a plan reads the shape alone

@@ -26,6 +26,7 @@ from aliquot.core.small_files import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.lora_layers import expert_factors, fuse
 from aliquot.models.model_files import with_ends
+from aliquot.models.packed_experts import is_packed
 from aliquot.models.source import local_directory, model_on_meta
 from aliquot.models.stored_weights import (
     Published,
@@ -246,6 +247,11 @@ class MergedWeights:
                 self._directory,
             )
         source = ByteMap.from_directory(self._directory)
+        if any(is_packed(name, source.entries) for name in source.entries):
+            raise WeightsFileError(
+                "its experts are in MXFP4, into which no adapter can be merged: serve the adapter beside this model",
+                self._directory,
+            )
         self._base = StoredWeights(source, reader)
         self.tensors = names_in_file_order(source)
         model = model_on_meta(self._directory)

@@ -23,6 +23,7 @@ from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
+from aliquot.models.packed_experts import fill_packed, packed_weights
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.header import TensorEntry
@@ -75,8 +76,10 @@ def load_weights(
         if published is not None and _is_published(stored, published, names):
             expected, target = tensors_of(published), PublishedParts(store, published)
         shapes = dict(expected)
-        matched = names.matched(stored, [*shapes, *tied])
+        packed = packed_weights(stored, shapes, directory)
+        matched = names.matched(stored, [name for name in (*shapes, *tied) if name not in packed])
         used = {entry.name for entry in matched.values()}
+        used |= {entry.name for weight in packed.values() for entry in (weight.blocks, weight.scales)}
         unused = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
         extra = names.unknown(unused, stored)
         if options.inform is not None and ranks.rank == 0 and (ignored := sorted(set(unused) - set(extra))):
@@ -90,11 +93,14 @@ def load_weights(
         grown.update(
             (name, entry) for name, entry in entries.items() if name in options.may_grow and _grows(entry, shapes[name])
         )
-        stored_shapes = [(name, grown[name].shape if name in grown else shape) for name, shape in expected]
+        stored_shapes = [
+            (name, grown[name].shape if name in grown else shape) for name, shape in expected if name not in packed
+        ]
         check_tensors(stored_shapes, entries, directory, extra)
-        if grown:  # load into the old rows only; _add_rows fills the new rows
+        packed_bytes = fill_packed(target, packed, _check_finite)
+        if grown or packed:  # load into the old rows only; _add_rows fills the new rows
             target = PublishedParts(target, [Published(name, shape, name, 0) for name, shape in stored_shapes])
-        return fill(target, {"weight": entries}, watch=options.watch, check=_check_finite)
+        return packed_bytes + fill(target, {"weight": entries}, watch=options.watch, check=_check_finite)
 
     grown: dict[str, TensorEntry] = {}
     read_bytes = gather_results(ranks, read)[ranks.rank]

@@ -25,6 +25,7 @@ _LIMITS = {
     # Even on the meta device the rotary frequencies of an absurd width need memory.
     re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
+_PACKED_EXPERTS = "mxfp4"  # the format that models/packed_experts.py reads
 # Keys that do not affect the function that the weights compute: special tokens, auxiliary losses, the attention
 # implementation, initialisation, caching and the format of outputs. These keys may change when training continues.
 _ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
@@ -183,9 +184,10 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """Raise UnsupportedModelError if the configuration says that the stored weights are quantised."""
-    if settings := _quantization(config):
-        method = settings.get("quant_method", "quantised")
+    """Raise UnsupportedModelError if the stored weights have a format that aliquot cannot read."""
+    settings = _quantization(config)
+    method = settings and settings.get("quant_method", "quantised")
+    if method and method != _PACKED_EXPERTS:
         raise UnsupportedModelError(
             f"weights that are stored as {method} (quantization_config) are not supported: take the model's unquantised"
             " weights, or remove the key if the weights are unquantised",

@@ -160,7 +160,7 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         file = directory / "config.json"
         config = parse_config(read_fields(file, "model.path"), str(file))
         refuse_quantized(config, str(file))
-        return ModelSource(config, directory, config.dtype)
+        return ModelSource(without_quantization(config), directory, config.dtype)
     assert section.config is not None  # the schema demands one of the two
     values, where = section.config, "model.config"
     if isinstance(values, Path):
