@@ -219,7 +219,8 @@ def test_nodes_are_proposed_by_the_name_that_counts(
 def test_idle_gpus_get_arguments_that_use_them(more: list[str]) -> None:
     machine = ["--instance", "p5.48xlarge", "model.path=Qwen/Qwen3-0.6B"]
     told = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more]).stdout
-    found = re.search(rf"^idle            uses {2 if more else 1} of 8 GPUs of each node: (.+) for all$", told, re.M)
+    used = rf"^note            the run uses {2 if more else 1} of 8 GPUs of each node; all with (launch.ranks=8), or "
+    found = re.search(used, told, re.M)
     assert found, told
-    pasted = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, *more, *found[1].split()]).stdout
-    assert "4 x 8 ranks x" in pasted and "idle  " not in pasted
+    pasted = CliRunner().invoke(app, ["plan", str(GPU_RUN), *machine, found[1]]).stdout
+    assert "4 x 8 ranks x" in pasted and "GPUs of each node" not in pasted

@@ -179,7 +179,7 @@ def command(
         if as_json:
             print(json.dumps(result.as_json(), indent=1))
         else:
-            _print(result, names)
+            _print(result)
         if picture is not None:
             from aliquot.planner.pictures import memory_svg
 
@@ -250,7 +250,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
     return _Result(plan, fewest, machine, workload.source, problems, advice, better)
 
 
-def _print(result: _Result, names: dict[str, str]) -> None:
+def _print(result: _Result) -> None:
     from rich.console import Console
 
     from aliquot.planner import report
@@ -261,8 +261,6 @@ def _print(result: _Result, names: dict[str, str]) -> None:
     console.print(report.summary(plan, result.problems, machine.name, result.source))
     if result.plan_on_fewest_nodes is not None:
         console.print(report.Lines([report.fewest(result.plan_on_fewest_nodes)]))
-    if (idle := report.idle_gpus(plan, machine.gpus, names)) is not None:
-        console.print(report.Lines([idle]))
     if result.advice is not None:
         console.print(result.advice, markup=False)
     if result.alternatives:

@@ -44,11 +44,6 @@ def _settings(job: Job) -> list[_Row]:
             f"{types[0].name} and {types[-1].name} have different processors, and the plan's times are of the first",
             "types of one generation and one manufacturer",
         )),
-        ("cluster.instance_types", Check(
-            0 < job.gpus < types[0].gpus, "gpu-unused",
-            f"the run uses {job.gpus} of {types[0].gpus} GPUs of each {types[0].name}",
-            "cluster.ranks_per_node: auto, or a smaller type",
-        )),
         ("cluster.zone", Check(
             job.section.storage.kind == "fsx-static" and job.section.zone is None, "zone-spread",
             "not set, so nodes may be in another zone than the file system", "the zone of the file system",

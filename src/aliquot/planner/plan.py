@@ -10,11 +10,12 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from aliquot.catalogue.instances import instance
-from aliquot.core.number_format import count_of, short
+from aliquot.core.number_format import count_of, duration, short
 from aliquot.engines.engine_plan import OnDisk, Unsharded
 
 _LARGE_MODEL = 100_000_000  # parameters from which on training from random weights is more often a mistake than a wish
 _MUCH_WAITING = 10.0  # times the time of matrix products: a step that waits so long is a mistake of the settings
+_MUCH_SAVING_S = 60.0  # in a run whose steps take less
 DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
 
 
@@ -113,6 +114,7 @@ class Plan:
     storage_bytes_per_s: float = 0.5e9  # written by all nodes together
     storage_measured: bool = False
     network_bytes_per_s: float = 1e9  # sent by a node to other nodes
+    gpus_per_node: int = 0
     beside_bytes: int = 0  # memory per node of the launcher and of dashboard clients
     on_disk: OnDisk = field(default_factory=OnDisk)  # states that do not fit into memory, with `shard.offload: disk`
     copied_layers: int = 0  # decoder layers that engine host copies to a GPU for each use
@@ -245,12 +247,21 @@ class Plan:
 
     @property
     def concerns(self) -> list[str]:
-        """Lines about settings that are rarely meant: unfit GPUs, random weights of a large model, mostly waiting."""
+        """Lines about settings that are rarely meant, for `plan`, `train`, `cluster render` and `cluster check`."""
         ec2 = None if self.instance is None or self.device == "cpu" else instance(self.instance)
         lines = [ec2.gpu_concern] if ec2 is not None and ec2.gpu_concern is not None else []
         if not self.disk_read_bytes and self.parameters > _LARGE_MODEL:
             lines.append(
                 f"training begins from random weights (model.config, {self.size}): for published weights set model.path"
+            )
+        if self.device == "cuda" and self.ranks_per_node < self.gpus_per_node:
+            all_gpus = f"launch.ranks={self.gpus_per_node}, or cluster.ranks_per_node={self.gpus_per_node}"
+            gpus = count_of(self.gpus_per_node, "GPU")
+            lines.append(f"the run uses {self.ranks_per_node} of {gpus} of each node; all with {all_gpus}")
+        if self.steps and self.saving_s > max(_MUCH_SAVING_S, self.steps * self.step_s):
+            lines.append(
+                f"saves take {duration(self.saving_s)}, longer than all steps: save less often (checkpoint.every), or"
+                " on a faster disk or file system (cluster.storage)"
             )
         if self.waiting_factor > _MUCH_WAITING:
             lines.append(f"a step mostly waits: {self.bottleneck}")

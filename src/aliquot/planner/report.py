@@ -13,7 +13,7 @@ from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars, insta
 from aliquot.core.number_format import byte_size, count_of, gib
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planned_machine import DISK_BYTES_PER_S
-from aliquot.planner.settings_search import Candidate, Names, as_arguments
+from aliquot.planner.settings_search import Candidate
 
 _LABEL = 16  # characters that a label takes in a line
 
@@ -104,16 +104,6 @@ def fewest(plan: Plan) -> str:
     )
 
 
-def idle_gpus(plan: Plan, gpus: int, names: Names) -> str | None:
-    """Return a line if the run leaves some of the `gpus` of a node idle, otherwise None."""
-    if plan.device != "cuda" or plan.ranks_per_node >= gpus:
-        return None
-    return (
-        f"{'idle':16}uses {plan.ranks_per_node} of {count_of(gpus, 'GPU')} of each node:"
-        f" {as_arguments({'launch.ranks': gpus}, names)} for all"
-    )
-
-
 def phases(plan: Plan, shown: Sequence[PhaseMemory], memory: str) -> Table:
     """Tabulate the memory of a rank by category, with a row for each phase. `memory` names the kind of memory."""
     totals = {phase.name: phase.per_rank(plan.ranks_per_node) for phase in shown}
@@ -182,10 +172,6 @@ def _run_lines(plan: Plan) -> list[str]:
         f"whole run       {count_of(plan.steps, 'step')}, {tokens:,.0f} tokens, {_seconds(plan.total_s)}",
         f"beside steps    {', '.join(filter(None, besides))} ({storage})",
     ]
-    if plan.saving_s > plan.steps * plan.step_s:
-        fewer = "a larger checkpoint.every, or " if plan.saves + plan.saves_beside > 1 else ""
-        faster = f"{fewer}a faster {'file system (cluster.storage)' if _on_storage(plan) else 'disk'}, takes less"
-        lines.append(f"saves           take {_seconds(plan.saving_s)}, longer than all steps: {faster}")
     return lines + _cost_lines(plan)
 
 

@@ -186,6 +186,7 @@ class RunPlan:
             storage_bytes_per_s=self.saving.storage_bytes_per_s,
             storage_measured=self.saving.storage_is_measured,
             network_bytes_per_s=self.rates.sent_bytes_per_s(layout),
+            gpus_per_node=machine.gpus,
             beside_bytes=helpers,
             on_disk=memory.on_disk,
             copied_layers=memory.copied_layers,
