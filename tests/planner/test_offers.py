@@ -13,13 +13,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from aliquot.catalogue.instances import dollars, instance, instances
+from aliquot.catalogue.instances import instance, instances
 from aliquot.cli.instances_command import instance_planner
 from aliquot.cli.main import app
 from aliquot.cluster.check import check_job_of_config
 from aliquot.cluster.job import describe, placed
 from aliquot.config.read_config import read_config
-from aliquot.core.number_format import short
+from aliquot.core.number_format import dollars, short
 from aliquot.data.workload import BatchSize, Workload, batch_size
 from aliquot.planner.automatic_settings import with_settings
 from aliquot.planner.offers import (

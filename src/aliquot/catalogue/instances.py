@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -41,11 +40,6 @@ _EVICTION_BYTES = 100 * _MIB  # of memory that kubelet keeps free
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
-_SHARES_CPUS = re.compile(r"^t\d|^\w+-flex\.")
-_NOT_ON_SPOT = re.compile(r"^hpc")  # their SupportedUsageClasses list on-demand only (describe-instance-types)
-_SCARCE = re.compile(r"^p[56]")  # AWS sells most of them as Capacity Blocks and reservations
-# Network card 0, which every node needs, has no EFA: github.com/aws/aws-parallelcluster/issues/7143.
-_FIRST_CARD_WITHOUT_EFA = frozenset({"p6-b300"})
 _OLD_GPUS = frozenset({"t4", "t4g", "v100"})
 # What a GPU, or a family, lacks. For the driver of g7 see release v20260714 of amazon-eks-ami, with the way to build
 # another image in its doc/usage/g7-ami.md.
@@ -111,12 +105,13 @@ class InstanceType:
 
     @property
     def is_scarce(self) -> bool:
-        """Whether nodes are rarely free, on demand and on spot."""
-        return bool(_SCARCE.match(self.name))
+        """Whether nodes are rarely free: AWS sells most of them as Capacity Blocks and reservations."""
+        return self.name.startswith(("p5", "p6"))
 
     @property
     def first_card_has_efa(self) -> bool:
-        return self.family not in _FIRST_CARD_WITHOUT_EFA
+        """Whether network card 0 has EFA, if others have it: github.com/aws/aws-parallelcluster/issues/7143."""
+        return self.family != "p6-b300"
 
     @property
     def gpu_concern(self) -> str | None:
@@ -125,7 +120,8 @@ class InstanceType:
 
     @property
     def on_spot(self) -> bool:
-        return not _NOT_ON_SPOT.match(self.name)
+        """Whether AWS sells the type on spot (SupportedUsageClasses in describe-instance-types)."""
+        return not self.name.startswith("hpc")
 
     def spot_price(self, fraction: float | None = None) -> float | None:
         """Return the USD per hour on spot: `fraction` of on-demand, or else the region's price, or else an estimate."""
@@ -136,7 +132,7 @@ class InstanceType:
     @property
     def shares_cpus(self) -> bool:
         """Whether the type is burstable: it has its full CPU speed only for hours, not for days."""
-        return bool(_SHARES_CPUS.match(self.name))
+        return re.match(r"t\d|\w+-flex\.", self.name) is not None
 
     @property
     def has_old_gpu(self) -> bool:
@@ -262,11 +258,3 @@ def _read(path: Path) -> Catalogue | None:
         return TypeAdapter(Catalogue).validate_json(data)
     except ValueError:
         return None
-
-
-def dollars(amount: float) -> str:
-    """Format an amount of money: `7,728`, `18.32`, `0.0034`."""
-    if amount >= 1000:
-        return f"{amount:,.0f}"
-    decimals = 2 if amount == 0 else max(2, 1 - math.floor(math.log10(amount)))
-    return f"{amount:.{decimals}f}"

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from aliquot.catalogue.instances import dollars
 from aliquot.cli.options import Debug
 from aliquot.cli.terminal import one_line_errors, progress, show_table
-from aliquot.core.number_format import short
+from aliquot.core.number_format import dollars, short
 
 if TYPE_CHECKING:
     from aliquot.catalogue.instances import InstanceType

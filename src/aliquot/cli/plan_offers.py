@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars
+from aliquot.catalogue.instances import SPOT_FRACTION, catalogue
 from aliquot.cli.terminal import progress, show_table
 from aliquot.core.errors import UsageError, UserError
+from aliquot.core.number_format import dollars
 
 if TYPE_CHECKING:
     from aliquot.config.schema import RunConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from aliquot.catalogue.instances import dollars
 from aliquot.cluster.infrastructure import directory_job, node_class, node_pool, storage
 from aliquot.cluster.job import Job
 from aliquot.cluster.manifests import Document, ManifestObject, parse_manifests, read_manifests, to_yaml
@@ -16,7 +15,7 @@ from aliquot.cluster.pod import config_map, network_policy
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.trainjob import cluster_training_runtime, train_job, training_runtime
 from aliquot.core.errors import ClusterError, StorageError
-from aliquot.core.number_format import count_of
+from aliquot.core.number_format import count_of, dollars
 
 KUSTOMIZATION = "kustomization.yaml"
 _RUNTIME_FILE = "cluster-training-runtime.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -74,3 +75,11 @@ def seconds(value: float) -> str:
 
 def byte_size(size: float) -> str:
     return rate(size, "B")
+
+
+def dollars(amount: float) -> str:
+    """Format an amount of money: `7,728`, `18.32`, `0.0034`."""
+    if amount >= 1000:
+        return f"{amount:,.0f}"
+    decimals = 2 if amount == 0 else max(2, 1 - math.floor(math.log10(amount)))
+    return f"{amount:.{decimals}f}"

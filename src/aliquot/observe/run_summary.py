@@ -9,10 +9,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from aliquot.catalogue.instances import dollars
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.schema import RunConfig
-from aliquot.core.number_format import duration, gib, rate, short
+from aliquot.core.number_format import dollars, duration, gib, rate, short
 from aliquot.observe import ledger
 from aliquot.observe.console import Display
 from aliquot.observe.events import RunRecord

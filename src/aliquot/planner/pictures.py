@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from aliquot.catalogue.instances import dollars
-from aliquot.core.number_format import gib, short
+from aliquot.core.number_format import dollars, gib, short
 from aliquot.observe.report.charts import WIDTH, Figure, Layer, log_ticks
 from aliquot.planner.offers import Offer
 from aliquot.planner.plan import Plan

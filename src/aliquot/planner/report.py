@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, dollars, instance
-from aliquot.core.number_format import byte_size, count_of, gib
+from aliquot.catalogue.instances import SPOT_FRACTION, catalogue, instance
+from aliquot.core.number_format import byte_size, count_of, dollars, gib
 from aliquot.planner.plan import PhaseMemory, Plan
 from aliquot.planner.planned_machine import DISK_BYTES_PER_S
 from aliquot.planner.settings_search import Candidate

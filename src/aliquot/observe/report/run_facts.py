@@ -7,8 +7,19 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from aliquot.catalogue.instances import catalogue, dollars, instances
-from aliquot.core.number_format import byte_size, compact, count_of, duration, gib, percent, rate, seconds, short
+from aliquot.catalogue.instances import catalogue, instances
+from aliquot.core.number_format import (
+    byte_size,
+    compact,
+    count_of,
+    dollars,
+    duration,
+    gib,
+    percent,
+    rate,
+    seconds,
+    short,
+)
 from aliquot.observe.report.charts import Table
 from aliquot.observe.report.memory_figures import host_top_bytes, limit_bytes, top_bytes
 from aliquot.observe.report.read_run import BEGINS, Object, Points, Run, as_object, last, number, objects
