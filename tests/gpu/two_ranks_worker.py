@@ -26,9 +26,10 @@ def work(rank: int, world_size: int, folder: Path, device: str, engine_name: str
         "cpu:gloo,cuda:gloo" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet-{world_size}",
         rank=rank, world_size=world_size,
     )  # fmt: skip
-    built = meta.build(AutoConfig.for_model("llama", **cases.SMALL))
+    layers = 5 if engine_name == "host" else 2  # of engine host, all are copied into three slots for each use
+    built = meta.build(AutoConfig.for_model("llama", **{**cases.SMALL, "num_hidden_layers": layers}))
     replicates = engine_name == "replicas"  # of engine fsdp: each rank is a node
-    spec = EngineSpec("fp32", 64, built.traits.plain_head, copies_weights=True, replicates=replicates)
+    spec = EngineSpec("fp32", 64, built.traits.plain_head, copies_weights=True, copied_layers=5, replicates=replicates)
     nodes = world_size if replicates else 1
     local_rank, node = (0, rank) if replicates else (rank, 0)
     topology = Topology(rank, world_size, local_rank, world_size // nodes, node, nodes, device, 1, ())  # type: ignore[arg-type]

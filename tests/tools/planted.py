@@ -108,6 +108,12 @@ FAULTS = (
         ("tests/engines/test_host_engine.py", "tests/engines/test_weight_publication.py"),
     ),
     Fault(
+        "copy-used-too-early", "engines/host/compute_device.py",
+        "a GPU computes a layer before its copied weights have arrived",
+        "        super()._use(layer)\n", "        return super()._use(layer)\n",
+        ("tests/engines/test_host_engine.py", "tests/engines/test_compute_device.py"),
+    ),
+    Fault(
         "ties-to-zero", "optim/master_weights.py",
         "a tie is rounded towards zero when a master weight becomes bf16",
         ".add(0x8000)", ".add(0x7FFF)",

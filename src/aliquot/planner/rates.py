@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from aliquot.distributed.topology import RankLayout
@@ -16,7 +16,8 @@ from aliquot.machine.cpu import FLOP_PER_CYCLE
 from aliquot.planner.measure_rates import KINDS, Curve
 from aliquot.planner.planned_machine import Machine
 
-PCIE_BYTES_PER_S = 22e9  # of pinned memory through 16 lanes of PCIe 4, assumed for every GPU
+PCIE_BYTES_PER_S = 22e9  # of pinned memory through 16 lanes of PCIe 4, assumed; twice as much through PCIe 5
+_PCIE_5 = ("h100", "h200", "b200", "b300", "rtx5090", "rtxpro4500", "rtxpro6000", "rtxproserver6000")
 _STATES_BYTES = 4 << 20  # of a block of gradients or states, which is not in a CPU cache
 _EXP = ("softmax", "silu", "sigmoid", "exp", "tanh", "gelu", "erf", "pow", "rsqrt")
 
@@ -141,7 +142,8 @@ def _estimated_gpu(machine: Machine, layout: RankLayout, assumed: str) -> Rates:
     sheet = f"{name.upper()}'s data sheet" if name else f"an L4's data sheet: {machine.gpu_name}'s is not known"
     source = f"estimate: {reached:.0%} of {peak / 1e12:.0f} TFLOP/s ({sheet}{words}){linked}{assumed}"
     off_by = OFF_BY if name else _OFF_BY_UNKNOWN_GPU
-    return _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)
+    rates = _flat(machine, source, {2: bf16, 4: fp32}, _GPU_MEMORY_REACHED * memory, _CALL_S / 2, link, off_by)
+    return replace(rates, pcie_bytes_per_s=2 * PCIE_BYTES_PER_S) if name in _PCIE_5 else rates
 
 
 def _flat(

@@ -80,8 +80,8 @@ class DeviceWeights(LayerSlots):
 
     def decode(self, compressed: CompressedLayers) -> None:
         """Copy compressed weights in their codes, which the device decodes."""
-        buffer = torch.empty(max(codes.nbytes for codes in compressed.codes.values()), dtype=torch.uint8)
-        buffer = buffer.to(self._device)
+        largest = max(codes.nbytes for codes in compressed.codes.values())
+        buffer = torch.empty(largest, dtype=torch.uint8, device=self._device)
         self.size_bytes += buffer.nbytes
         self._pin(compressed.memory)
         for index, codes in compressed.codes.items():
