@@ -274,6 +274,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "bad input that restarts": ("failure-rules", cpu_job, lambda d: job_set(d)["failurePolicy"]["rules"].pop()),
     "a pod policy without exit codes": ("failure-rules", cpu_job, lambda d: replicated(d)["template"]["spec"].pop(
         "podFailurePolicy")),
+    # https://github.com/kubeflow/trainer/issues/3779
     "a job set that is deleted": ("ended-job", cpu_job, lambda d: job_set(d).update(ttlSecondsAfterFinished=600)),
     "a job that is deleted": ("ended-job", cpu_job, lambda d: replicated(d)["template"]["spec"].update(
         ttlSecondsAfterFinished=0)),
@@ -290,6 +291,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "one pod for eight CPUs": ("request-too-large", cpu_job, lambda d: node_config(d, maxPods=2)),
     "a pod within one NUMA node": ("request-too-large", eight_gpus, lambda d: node_config(
         d, topologyManagerPolicy="single-numa-node")),
+    # https://github.com/aws/karpenter-provider-aws/pull/5666
     "a public address beside 32 EFAs": ("request-too-large", eight_gpus, lambda d: node_class(d).update(
         associatePublicIPAddress=True)),
     "interfaces without EFA": ("efa", gpu_job, lambda d: node_class(d).update(networkInterfaces=[
@@ -328,6 +330,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a mount that is read-only": ("storage-access", cpu_job, lambda d: d["persistent-volume.yaml"]["spec"][
         "mountOptions"].append("ro")),
     "a volume of another zone": ("region", cpu_job, lambda d: volume_zone(d, "us-east-1b")),
+    # https://github.com/kubernetes-sigs/aws-fsx-csi-driver/issues/288
     "SCRATCH_2 with a throughput": ("storage-parameters", dynamic_job, lambda d: parameters(
         d, deploymentType="SCRATCH_2")),
     "PERSISTENT_2 with S3": ("storage-parameters", dynamic_job,
@@ -409,6 +412,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a queue that borrows": (None, gpu_job, lambda d: add_cluster_queue(d, cohort="all", GPU=2)),
     "a quota of four pods": (None, cpu_job,
         lambda d: add(d, "v1", "ResourceQuota", "team", spec={"hard": {"pods": 4}})),
+    # https://github.com/aws/karpenter-provider-aws/issues/6890
     "a kubelet that collects images": (None, cpu_job, lambda d: node_class(d).update(
         kubelet={"imageGCHighThresholdPercent": 80})),
     "an egress policy with DNS": (None, cpu_job, lambda d: egress(d, {"to": [{"podSelector": {}}]}, {
