@@ -70,7 +70,7 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
 
     def cpu(name: str, *more: str) -> tuple[str, ...]:
         smoke = ("--smoke",) if tiny else ()
-        return (f"benchmarks/{name}.py", *smoke, *more, "--json", str(folder / f"{name}.json"))
+        return (f"benchmarks/{name}.py", *smoke, *more, "--json", str(folder / f"cpu-{name}.json"))
 
     workers = str(min(12, len(os.sched_getaffinity(0))))
     tests = ("-m", "pytest", "-p", "no:cacheprovider", "-vv", "--color=no")
@@ -96,7 +96,7 @@ def parts(device: str, shape: str, folder: Path) -> list[Part]:
         Part("load", gpu("load", large), 90, 240),
         Part("offload", speed("aliquot, offloaded", rows=4)),
         Part("CPU step", cpu("step", "--shapes", small, "--rounds", "1", "--only", STEPS), 90, 180, no_amx),
-        Part("CPU parts", cpu("parts"), 40, 90, no_amx),
+        Part("CPU parts", cpu("parts"), 40, 180, no_amx),
         Part("CPU attention", cpu("attention"), 40, 120, no_amx),
         *(
             Part(name, speed(name), obstacle="" if name in CONTESTANTS else "this kernel is not installed")
