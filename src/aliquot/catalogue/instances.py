@@ -40,7 +40,7 @@ _EVICTION_BYTES = 100 * _MIB  # of memory that kubelet keeps free
 _AMX_GENERATION = 7
 _AMX_ACCELERATED = frozenset({"p5en", "p6-b200", "p6-b300", "trn2"})
 
-_OLD_GPUS = frozenset({"t4", "t4g", "v100"})
+_OLD_GPUS = frozenset({"k80", "m60", "t4", "t4g", "v100"})
 # What a GPU, or a family, lacks. For the driver of g7 see release v20260714 of amazon-eks-ami, with the way to build
 # another image in its doc/usage/g7-ami.md.
 _GPU_CONCERNS = {
@@ -142,7 +142,7 @@ class InstanceType:
     @property
     def has_unusable_accelerator(self) -> bool:
         """Whether most of the price is for hardware that is neither a CPU nor a whole NVIDIA GPU."""
-        return bool(_OTHER_ACCELERATORS.match(self.family))
+        return self.has_old_gpu or bool(_OTHER_ACCELERATORS.match(self.family))
 
     @property
     def size(self) -> str:

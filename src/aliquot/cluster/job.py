@@ -222,7 +222,7 @@ def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan)
 def _gpus(node: InstanceType, plan: Plan) -> int:
     """Return the number of GPUs that a pod requests. Raises ClusterError if the plan and the node type do not match."""
     if plan.device == "cpu":
-        if node.gpus:
+        if node.gpus and not node.has_old_gpu:
             raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
         if node.has_unusable_accelerator:
             raise ClusterError(
