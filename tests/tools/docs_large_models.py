@@ -100,10 +100,15 @@ def cell(model: dict[str, Any], states: str, gib: int) -> str:
     return f"{made.scratch_bytes_per_node / 1e9:,.0f} GB{layers}" if made.on_disk else "memory"
 
 
-def plan_on(config: RunConfig, machine: Machine, nodes: int = 1, ranks: int | None = None) -> Plan:
+def plan_on(
+    config: RunConfig, machine: Machine, nodes: int = 1, ranks: int | None = None, approximate: bool = False
+) -> Plan:
+    """Plan a run, and cache what is planned of its model."""
     key = f"{config.model} {config.adapter}"
     model = _planned[key] = _planned.get(key) or PlannedModel(config)
-    return Planner(model, machine).plan(config, machine.layout(config, nodes, ranks), Workload.assumed(config))
+    return Planner(model, machine).plan(
+        config, machine.layout(config, nodes, ranks), Workload.assumed(config), approximate
+    )
 
 
 _planned: dict[str, PlannedModel] = {}

@@ -5,16 +5,13 @@ python -m tests.tools.docs_scale
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from aliquot.config.read_config import validate
 from aliquot.config.schema import RunConfig
-from aliquot.data.workload import Workload
 from aliquot.planner.plan import Plan
 from aliquot.planner.planned_machine import Machine
-from aliquot.planner.planned_model import PlannedModel
-from aliquot.planner.planner import Planner
+from tests.tools.docs_large_models import plan_on
 from tests.tools.docs_pages import ROOT, write_table
 from tests.tools.docs_sizes import digits
 
@@ -72,20 +69,8 @@ def tokens_per_s(plan: Plan) -> float:
 
 def planned(name: str, node: str, count: int) -> Plan:
     machine = Machine.from_instance(node)
-    ranks = machine.gpus or CPU_RANKS
     config = settings(name, "cuda" if machine.gpus else "cpu")
-    layout = machine.layout(config, count, ranks)
-    return planner(name, node).plan(config, layout, Workload.assumed(config), approximate=True)
-
-
-@cache
-def planner(name: str, node: str) -> Planner:
-    return Planner(model(name), Machine.from_instance(node))
-
-
-@cache
-def model(name: str) -> PlannedModel:
-    return PlannedModel(settings(name, "cpu"))
+    return plan_on(config, machine, count, machine.gpus or CPU_RANKS, approximate=True)
 
 
 def settings(name: str, device: str) -> RunConfig:
