@@ -299,11 +299,15 @@ def test_a_killed_loop_continues_with_its_state(alone: tuple[Path, dict[str, Any
 
 def test_sequences_are_checked_where_they_are_made() -> None:
     with pytest.raises(UsageError, match="2 values of advantages"):
-        aliquot.TokenSequence([1, 2, 3], arrays={"advantages": [1.0, 2.0]})
+        aliquot.TokenSequence([1, 2, 3, 4], arrays={"advantages": [1.0, 2.0]})
+    with pytest.raises(UsageError, match="3 ids, but 1 values of learned"):
+        aliquot.TokenSequence([1, 2, 3], [True])
     with pytest.raises(UsageError, match="no token to learn"):
         aliquot.TokenSequence([1, 2], [True, False])
-    sequence = aliquot.TokenSequence([1, 2, 3], [True, False, True], {"weights": [5.0, 6.0, 7.0], "one": 2.0})
-    assert sequence["weights"].tolist() == [7.0] and sequence["one"].tolist() == [2.0]
+    sequence = aliquot.TokenSequence(
+        [1, 2, 3], [True, False, True], {"weights": [5.0, 6.0, 7.0], "one": 2.0, "few": [8.0]}
+    )
+    assert [sequence[name].tolist() for name in ("weights", "one", "few")] == [[7.0], [2.0], [8.0]]
     assert torch.equal(sequence.mask, torch.tensor([False, False, True]))
 
 

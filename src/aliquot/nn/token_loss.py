@@ -28,8 +28,8 @@ class TokenSequence:
     Attributes:
         ids: The token ids, at least two.
         learned: Whether each token enters the loss. None: every token but the first, which nothing predicts.
-        arrays: Values by name, for example advantages: a number or a list of numbers for each token, or one number for
-            all tokens.
+        arrays: Values by name, for example advantages: one number for all tokens, or a number or a list of numbers for
+            each id, or for each learned token, as `Trainer.forward` returns them.
         targets: K token ids for each token, whose log-probabilities at its place the loss gets, as [L, K]; for example
             the most likely tokens of a teacher. None: the token itself.
     """
@@ -40,20 +40,24 @@ class TokenSequence:
     targets: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.ids) < 2 or (self.learned is not None and not any(self.learned[1:])):
-            raise UsageError("a sequence has no token to learn: give at least two ids, and learn one after the first")
         for name, values in [("learned", self.learned), ("targets", self.targets), *self.arrays.items()]:
             if isinstance(values, Sequence | Tensor) and len(values) != len(self.ids):
+                if name in self.arrays and len(values) == int(self.mask.sum()):
+                    continue
                 raise UsageError(
                     f"a sequence has {len(self.ids)} ids, but {len(values)} values of {name}: give as many"
                 )
+        if len(self.ids) < 2 or not self.mask.any():
+            raise UsageError("a sequence has no token to learn: give at least two ids, and learn one after the first")
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the values of the learned tokens, fp32 [L] or [L, K], in the order of their log-probabilities."""
         if name not in self.arrays:
             raise KeyError(f"the sequence has no array {name}, only {', '.join(self.arrays) or 'ids'}")
-        values = torch.as_tensor(self.arrays[name], dtype=torch.float32)
-        return (values.expand(len(self.ids)) if values.ndim == 0 else values)[self.mask]
+        values, mask = torch.as_tensor(self.arrays[name], dtype=torch.float32), self.mask
+        if values.ndim == 0:
+            return values.expand(int(mask.sum()))
+        return values[mask] if len(values) == len(mask) else values
 
     @property
     def mask(self) -> Tensor:

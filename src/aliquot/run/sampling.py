@@ -34,7 +34,7 @@ class Sample:
         ids: The token ids of the prompt and of the continuation, with its last token, which may be an end.
         prompt_tokens: The number of ids of the prompt.
         logprobs: The log-probability of each drawn token, at temperature 1 and without `top_p`, as `forward` gives it.
-        text: The continuation as text, without special tokens.
+        text: The continuation as text, without special tokens, but with the stop text.
         is_complete: Whether the continuation ended by itself, at an end or a stop text, before `max_tokens`.
     """
 
@@ -51,12 +51,8 @@ class Sample:
         Args:
             arrays: values of the drawn tokens, one for each, or one number for all. `logprobs` is there already.
         """
-        before = self.prompt_tokens
-        spread = {
-            name: values if isinstance(values, int | float) else [0.0] * before + list(values)
-            for name, values in {"logprobs": self.logprobs, **arrays}.items()
-        }
-        return TokenSequence(self.ids, [index >= before for index in range(len(self.ids))], spread)
+        learned = [index >= self.prompt_tokens for index in range(len(self.ids))]
+        return TokenSequence(self.ids, learned, {"logprobs": self.logprobs, **arrays})
 
 
 @dataclass(frozen=True)
@@ -111,6 +107,8 @@ def _rows(
     trainer: Trainer, prompts: Sequence[str | Sequence[int]], copies: int, drawing: Drawing, seed: int
 ) -> list[_Row]:
     drawing.check()
+    if isinstance(prompts, str) or copies < 1:
+        raise UsageError("sample: give a list of prompts, not one text, and n of at least 1")
     run, rows = trainer.resolved, list[_Row]()
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str):

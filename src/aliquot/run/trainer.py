@@ -100,7 +100,8 @@ class Trainer(PreparedRun):
 
     Entering the context joins the other ranks, plans the run, and builds and loads or resumes the model. The process is
     one rank, as for `train`. Every method is a collective: all ranks call the same methods in the same order, and every
-    rank raises the error of any rank.
+    rank raises an error that any rank raises in a method. An error of yours between two methods ends its rank, and the
+    other ranks then lose their connection. `ranks.rank` is the number of this rank, from 0.
 
     Args:
         config: the run configuration, the same on every rank.
@@ -108,7 +109,8 @@ class Trainer(PreparedRun):
         callbacks: called on rank 0 after steps, log lines, evaluations and saves.
 
     Attributes:
-        state: Values of yours that checkpoints hold and a resumed run gets back; any JSON. Rank 0's values are saved.
+        state: Values of yours that checkpoints hold and a resumed run gets back: a dict of JSON, at first empty. A
+            checkpoint has rank 0's values as they are at the end of the step.
 
     Raises:
         UserError: on every rank, for bad input, or if a function of yours fails.
@@ -134,13 +136,22 @@ class Trainer(PreparedRun):
     def steps(self) -> Iterator[int]:
         """Yield the number of each optimizer step that is left, counted from 0, for a loop with data of your own.
 
-        Before and after each step, evaluate, log and save as the configuration says. Call `optim_step` once in each.
-        A stop signal ends the run after the step, or between two micro-batches.
+        Before and after each step, evaluate, log and save as the configuration says; saves go on while the next steps
+        compute, so that a killed run may repeat a finished step. A stop signal ends the run after the step, or between
+        two micro-batches.
+
+        Raises:
+            UserError: a step ended without `optim_step`; `state` is not JSON when a checkpoint is saved.
+            Terminated: a rank has received a stop signal, and the run has saved.
         """
         return self._loop.steps()
 
     def batches(self) -> Iterator[StepBatch]:
-        """Yield the batch of the configured data for each optimizer step that is left, as `steps` does."""
+        """Yield the batch of the configured data for each optimizer step that is left, as `steps` does.
+
+        A batch is this rank's part of the global batch, for `forward_backward` with the configured objective. A loss of
+        yours takes sequences, and `steps` counts its steps.
+        """
         return self._loop.batches()
 
     def forward_backward(
@@ -165,8 +176,10 @@ class Trainer(PreparedRun):
             scatter: take rank 0's sequences, and divide them among the ranks by their tokens.
 
         Raises:
-            UserError: a sequence is longer than `data.sequence_length`, ranks differ in `divisor` or `loss`, or `loss`
-                fails, or its value is no finite scalar with a gradient. The message names the line of `loss`.
+            UserError: no rank has a sequence; a sequence is longer than `data.sequence_length`, or has an id outside of
+                the vocabulary; ranks differ in `divisor` or `loss`; the call is outside of a step, or follows the last
+                one; `loss` fails, or its value is no finite scalar with a gradient. The message names the line of
+                `loss`. The loss and the errors are the same on all ranks.
         """
         names: tuple[str, ...] = ()
         if isinstance(batch, StepBatch):
@@ -186,19 +199,28 @@ class Trainer(PreparedRun):
 
         Args:
             learning_rate: of this step. Default: the rate of the configured schedule.
+
+        Raises:
+            UserError: there is no gradient, or the last `forward_backward` said `accumulate` or failed.
+            TrainingError: the norm of the gradient is not finite (`[diverged]`).
         """
         return OptimizerStep(*self._loop.update(learning_rate))
 
     def forward(
         self, sequences: Sequence[TokenSequence], reference: bool = False, scatter: bool = False
     ) -> list[Tensor]:
-        """Return the log-probabilities of the learned tokens of each sequence, fp32 [L], without gradients.
+        """Return the log-probabilities of the learned tokens of each sequence, fp32 [L] on CPU, without gradients.
+
+        They can be an array of a `TokenSequence` as they are.
 
         Args:
             sequences: this rank's sequences.
             reference: compute with the weights before training, which the first such call loads again. Each rank then
                 keeps its shard of them, in fp32.
             scatter: take rank 0's sequences, divide them among the ranks, and return the results of all on every rank.
+
+        Raises:
+            UserError: a sequence is longer than `data.sequence_length`, or has an id outside of the vocabulary.
         """
         self._loop.begin_pass()
         return token_logprobs(self, as_groups(sequences), reference, scatter)
@@ -215,16 +237,21 @@ class Trainer(PreparedRun):
     ) -> list[Sample]:
         """Continue prompts with the weights as they train; return `n` samples of each prompt, in order, on every rank.
 
-        Ranks divide the work. A sample depends on the seed, its prompt's index and its own index, not on the ranks.
+        Ranks divide the work. A sample depends on the seed, its prompt's index and its own index, not on the ranks,
+        apart from rounding: a difference in the last bits of bf16 may change a drawn token, and so the rest of a text.
 
         Args:
             prompts: texts, or token ids; the same on every rank. Texts become token ids as documents do, without a
                 chat template.
+            n: samples of each prompt.
             temperature: 0 draws the most likely token; 1 draws from the model's distribution.
             top_p: draw from the smallest set of the most likely tokens with this probability.
             max_tokens: the most tokens of a continuation.
             stop: texts after which a continuation ends, besides the tokenizer's end token.
             seed: of all samples, with `run.seed`. For other samples in each step, use another seed in each step.
+
+        Raises:
+            UserError: an argument is out of range, or prompt and `max_tokens` exceed the model's context.
         """
         drawing = Drawing(temperature, top_p, max_tokens, tuple(stop))
         self._loop.begin_pass()
@@ -240,7 +267,10 @@ class Trainer(PreparedRun):
         self._loop.caller_metrics |= {name: float(value) for name, value in values.items()}
 
     def evaluate(self) -> Mapping[str, float]:
-        """Evaluate on the configured evaluation sets now; return the metrics, under their names in metrics.jsonl."""
+        """Evaluate on the configured evaluation sets now; return the metrics, under their names in metrics.jsonl.
+
+        The first set has `eval_loss`, in nats per token, and `eval_perplexity`. Without a set, there are no metrics.
+        """
         return self._loop.evaluate_now()
 
     def save(self) -> None:
@@ -250,7 +280,7 @@ class Trainer(PreparedRun):
     def export(self) -> Path | None:
         """End the run: export as `checkpoint.export` says, print the summary, and return the directory of the export.
 
-        Without it, a run leaves its checkpoints alone.
+        Returns None if `checkpoint.export` is false. Without this call, a run leaves its checkpoints alone.
         """
         self._loop.finish_save()
         return finish_run(self)

@@ -100,7 +100,6 @@ class TrainingLoop:
                 " calls of a step but the last need accumulate=True"
             )
         self._reports = self._exchange_reports(batch, self._backward(batch, is_last))
-        self._is_complete = is_last
         if failure := next((report["loss_failure"] for report in self._reports if report["loss_failure"]), None):
             raise CallbackError(failure)
         loss = self._totals.add(batch, self._reports, names, self._trainer.train_batches.format.objective)
@@ -111,6 +110,7 @@ class TrainingLoop:
             raise self._diverged(f"the loss is not finite on rank {', '.join(ranks)}")
         if self._progress.step == 0:
             check_first_step(self._trainer, self._totals.preference)
+        self._is_complete = is_last
         return loss
 
     def evaluate_now(self) -> Mapping[str, Any]:
