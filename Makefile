@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    "taking it from pip's default index, which may bring gigabytes of CUDA. Set TORCH_INDEX=URL to a mirror." >&2; \
 	  $(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch==$(TORCH); \
 	fi
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable .
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[lora]"
 	@touch $@
 
 # What tests, linters and benchmarks need beside.

@@ -23,7 +23,7 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # compressed ones too, took 183, and 120 in tests.
 # Offers of one training, and checks of image, keys and GPUs, took 39 in tests. Rules that the API
 # server's dry run applies made room for them in src.
-BUDGET = {"src": 32_512, "tests": 26_979}
+BUDGET = {"src": 32_514, "tests": 26_979}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100

@@ -43,8 +43,8 @@ completion of commands and options for bash, zsh, fish or PowerShell; `--show-co
 | exit code | meaning |
 |--|--|
 | 0 | success |
-| 1 | the run stopped because of an error; `plan`: the run does not fit; `doctor`: a finding is a problem |
-| 2 | bad input: correct it first |
+| 1 | the run stopped because of an error; `plan`: the run does not fit (`train`: 2); `doctor`: a problem |
+| 2 | bad input: correct it first; `cluster proof`: a node is too slow |
 | 128 + signal | a signal ended the command, for example 143 after SIGTERM; a run that has trained saves a checkpoint |
 
 An error is one line on standard error. The id in brackets at its end has a section in
@@ -109,7 +109,9 @@ def _kind(field: dict[str, Any], schema: dict[str, Any]) -> str:
         return f"list of {_kind(field['items'], schema)}"
     if field.get("type") in ("integer", "number"):
         signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-        limits = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field and abs(field[key]) < 2**53]
+        limits = [
+            f"{sign} {field[key]:,.10g}" for key, sign in signs.items() if key in field and abs(field[key]) < 2**53
+        ]
         return " ".join([field["type"], ", ".join(limits)]).strip()
     names = {"string": "text", "boolean": "true, false", "object": "mapping"}
     return "path" if field.get("format") == "path" else names[field["type"]]

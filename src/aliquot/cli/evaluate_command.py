@@ -120,5 +120,7 @@ def command(
         perplexity = "" if result.perplexity is None else f", perplexity {result.perplexity:.3f}"
         preferences = "".join(f", {metric} {value:.4f}" for metric, value in result.preferences.items())
         print(f"{prefix}loss {result.loss:.4f}{perplexity}{bits}{preferences}")
-        tokens = count_of(result.predicted_tokens, "answer" if result.preferences else "token")
-        print(f"over {tokens} of {count_of(result.documents, 'document')}, {result.sequence_length} at once")
+        answers = "answer" if result.predicted_tokens == result.documents else "pair"  # rated answers, or two a pair
+        kinds = (answers, "answer") if result.preferences else ("token", "document")
+        predicted, documents = map(count_of, (result.predicted_tokens, result.documents), kinds)
+        print(f"over {predicted} of {documents}, with contexts of up to {result.sequence_length:,} tokens")

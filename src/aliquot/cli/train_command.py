@@ -57,7 +57,7 @@ def command(
         if mode == "launcher":
             if not placed.is_elastic:
                 directory.check(settings)  # before the launcher writes into the directory
-            if reason is not None:
+            if reason is not None and settings.observe.console != "quiet":
                 print(f"aliquot: launch.ranks: auto starts {placed.ranks} here, by {reason}", file=sys.stderr)
             elif (warning := crowding_warning(placed, settings)) is not None:
                 print(f"aliquot: {warning}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import DoesNotFitError
-from aliquot.core.number_format import gib
+from aliquot.core.number_format import count_of, gib
 from aliquot.machine.storage import nearest_directory
 from aliquot.planner.checkpoint_cost import most_checkpoints
 from aliquot.planner.memory_phases import START_PRIVATE_BYTES, START_SHARED_BYTES, helper_process_bytes
@@ -48,7 +48,7 @@ def problems(plan: Plan, machine: Machine) -> list[str]:
         where = "of GPU memory" if plan.device == "cuda" else "of memory"
         lines.append(
             f"a rank needs {gib(peak)} {where} in the phase `{plan.peak.name}`, but its limit is {gib(limit)}"
-            f" ({plan.ranks_per_node} ranks per node of {gib(plan.limit_bytes_per_node)}{helpers}):"
+            f" ({count_of(plan.ranks_per_node, 'rank')} per node of {gib(plan.limit_bytes_per_node)}{helpers}):"
             f" {gib(peak - limit)} too much"
         )
     if plan.host_peak_bytes_per_rank > plan.host_limit_bytes:

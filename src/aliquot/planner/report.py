@@ -73,7 +73,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
         *_run_lines(plan),
         *(f"note            {line}" for line in plan.concerns),
         *(
-            [f"estimates       of time and money may be off by a factor of {plan.off_by:g} either way"]
+            [f"estimates       of time and money may be off by a factor of {plan.off_by:.2g} either way"]
             if plan.off_by > 1
             else []
         ),
