@@ -33,7 +33,8 @@ repeat one benchmark, run the command above its table in `.venv` after `make ins
 - **host**, **fsdp**: engines of aliquot. **125m**, **500m**, **1b**: Llama models with that many parameters.
 - **MFU**: model FLOP/s divided by the rate of plain matrix products on all ranks at once, measured in the same run.
 - **packed**: documents of 65 tokens on average, isolated from each other. In other cases, documents fill sequences.
-- **tuned**: the peer runs with tcmalloc and one core per rank, as aliquot by default. DeepSpeed runs under HF Trainer.
+- **tuned**: the peer runs with aliquot's allocator (tcmalloc, or **glibc** where the hardware says so) and one core per
+  rank. DeepSpeed runs under HF Trainer.
 - **ratio**: how many times aliquot is better than the peer: faster, or smaller in seconds, bytes and memory.
 - **hardware**: a machine of the [last table](#hardware). After a comma: what distinguishes several results of it.
 - **PSS**: private memory of a process plus its share of shared memory. **RSS** counts shared memory in full.
