@@ -187,7 +187,7 @@ def _host_step_time(
     (products, rest), (back_products, back_rest) = micro_batch.forward, micro_batch.backward
     matmul_s, memory_s = (
         micro_batches * (products + back_products),
-        micro_batches * (rest + back_rest) + update_s + decoding_s,
+        micro_batches * (rest + back_rest) + decoding_s,
     )
     if on_gpu:
         sent_s = max(sent_s, exchange_s)
@@ -197,10 +197,12 @@ def _host_step_time(
         memory_s += max(0.0, in_backward_s - micro_batches * (back_products + back_rest))
         encoding_s = patches_s / layout.nodes  # during the update
         receiving_s = max(patches_s - encoding_s, (setting.weights_bytes + copies.forward_frozen) / rate)
-        memory_s += encoding_s + max(0.0, receiving_s - products - rest)
+        # On one host, the update of the next layers overlaps with the first forward pass, too.
+        receiving_s, update_s = (max(receiving_s, update_s), 0.0) if layout.nodes == 1 else (receiving_s, update_s)
+        memory_s += update_s + encoding_s + max(0.0, receiving_s - products - rest)
         memory_s += (micro_batches - 1) * max(0.0, copies.forward / rate - products - rest)
     else:
-        memory_s += gradients_s + exchange_s + patches_s + _calls(setting) * micro_batches * rates.call_s
+        memory_s += update_s + gradients_s + exchange_s + patches_s + _calls(setting) * micro_batches * rates.call_s
     wire_s = max(_TAIL * sent_s, sent_s - micro_batch.step_s - update_s)
     # All disk access overlaps with computation, except for the part of the update before the next forward pass.
     disk_rate = layout.nodes * setting.disk_bytes_per_s

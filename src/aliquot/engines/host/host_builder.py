@@ -119,10 +119,10 @@ class HostComponents:
         self.forward_order = ForwardOrder(model, head)
         self.update_order = self.states.update_order(self.forward_order.all)
         self.publication: WeightPublication | None = None  # with several hosts: exchanges updated weights
-        self.overlapped: OverlappedUpdate | None = None  # with states on disk: updates weights in a thread
+        self.overlapped: OverlappedUpdate | None = None  # with states on disk, or on a GPU: updates weights in a thread
         if hosts.wire is not None:
             self.publication = WeightPublication(hosts.wire, hosts.peers, counterparts, weights, shared, serve)
-        elif self.states.on_disk:
+        elif self.states.on_disk or device_weights is not None:
             self.overlapped = OverlappedUpdate(hosts.peers, self.update_order, serve)
 
         self.streamed: StreamedLayers | None = None

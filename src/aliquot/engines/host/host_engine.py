@@ -13,7 +13,7 @@ order:
 2. When the sums of all hosts are complete, the ranks compute the global gradient norm. From then on, no rank computes
    from the weights. Owners clip, run AdamW and write the shared weights. After a barrier, all ranks may read
    the new weights.
-3. With several hosts, or with optimizer state on disk, there is no such barrier. Instead, each layer waits for its own
+3. With several hosts, GPUs, or optimizer state on disk, there is no such barrier. Instead, each layer waits for its own
    updated weights (weight_publication.py).
 
 host_builder.py constructs the components of the engine.

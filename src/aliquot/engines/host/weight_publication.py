@@ -2,8 +2,8 @@
 
 Owners update weights in the order in which a forward pass uses the weights. A layer waits only for its own weights.
 
-On one host with optimizer state on disk (`OverlappedUpdate`), the update runs in a thread. While a layer computes, the
-thread reads the states of the next layers from disk and writes the states of the previous layers.
+On one host with optimizer state on disk or with GPUs (`OverlappedUpdate`), the update runs in a thread. While a layer
+computes, the thread updates the next layers, reads their states from disk and writes the states of the previous layers.
 
 On several hosts (`WeightPublication`), each rank sends its updated weights to the other hosts. A message holds the
 changed bits of pieces of weights (distributed/collectives/weight_patch.py), so that the number of messages follows from
