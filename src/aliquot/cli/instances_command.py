@@ -113,7 +113,7 @@ def command(
                 print(f"USD/h is of one node, tokens/s and USD/1B tokens are of {count:,} nodes (--nodes)")
             else:
                 print("USD/h, tokens/s and USD/1B tokens are of one node (--nodes)")
-            print(f"tokens/s are estimates: a factor of {off_by:g} either way")
+            print(f"tokens/s are estimates: a factor of {off_by:.2g} either way")
             if fees := max(plan.fees_usd_per_hour for plan in plans.values()):
                 print(f"USD/1B tokens: with {fees:.2f} USD/h for the cluster and FSx")
             if sharing:

@@ -108,7 +108,7 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
     best = results[0]
     off_by = max(offer.plan.off_by for offer in results[:_MAX_ROWS])
     if off_by > 1:
-        print(f"tokens/s, hours and USD are estimates: a factor of {off_by:g} either way")
+        print(f"tokens/s, hours and USD are estimates: a factor of {off_by:.2g} either way")
     print(f"hours begin when nodes are asked for: {best.start_s / 60:.0f} minutes of the first offer until it trains")
     if any(offer.bought != offer.capacity for offer in results[:_MAX_ROWS]):
         surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), best)

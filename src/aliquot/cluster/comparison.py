@@ -82,7 +82,7 @@ _VARIABLES = (
     ),
     _Variable(
         "(CUDA|NVIDIA)_VISIBLE_DEVICES",
-        lambda value, view, job: value not in ("all", "") and len(value.split(",")) < view.count(GPU),
+        lambda value, view, job: value not in ("all", "", ",".join(map(str, range(view.count(GPU))))),
         "gpu-unused", "leave it out: the device plugin of NVIDIA selects the GPUs of a pod",
     ),
     _Variable(
@@ -94,7 +94,7 @@ _VARIABLES = (
     _Variable(
         "NCCL_(P2P|SHM)_DISABLE",
         lambda value, view, job: value not in ("0", "") and view.count(GPU) > 1,
-        "fabric", "leave it out: GPUs of a node then exchange through the network",
+        "fabric", "leave it out: with it, GPUs of a node exchange through the network",
     ),
 )  # fmt: skip
 
