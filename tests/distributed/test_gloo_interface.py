@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -74,6 +75,8 @@ def test_address_of_a_node_without_ipv4_or_loopback(commands: list[str], expecte
         ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
         for command in commands:
             subprocess.run(["ip", *command.split()], check=False)
+        while not all(state.isup for name, state in psutil.net_if_stats().items() if name == "v0"):
+            time.sleep(0.05)  # the kernel notices the carrier later
         return f"{group_address()} {single_node().address}"
 
     (answer,) = run_world(1, address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,9 @@ def settings(folder: Path) -> Path:
 
 
 def test_callbacks_see_the_run(tmp_path: Path) -> None:
-    recorder = Recorder()
+    recorder, hook = Recorder(), sys.excepthook
     result = aliquot.train(aliquot.read_config(settings(tmp_path)), callbacks=[recorder])
+    assert sys.excepthook is hook, "torch's prefix of tracebacks is of the run alone"
     events = [(event, state.step) for event, state in recorder.states]
     assert events == [
         ("step", 1), ("log", 1), ("step", 2), ("log", 2), ("save", 2), ("step", 3), ("evaluate", 3),

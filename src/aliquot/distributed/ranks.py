@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -80,6 +81,7 @@ class Ranks(Members):
         self.world_size = topology.world_size
         self.memory_bound = memory_bound  # whether memory is bound to the NUMA node of this rank's cores
         self.allowed_cores = allowed_cores  # before pinning, for helper processes that may use the whole machine
+        self._excepthook = sys.excepthook
 
     @classmethod
     def join(
@@ -91,6 +93,7 @@ class Ranks(Members):
         not join within `join_timeout_s`, a UserError names the missing ranks.
         """
         tune_glibc()
+        excepthook = sys.excepthook  # torch puts the number of the rank before tracebacks
         allowed_cores = frozenset(os.sched_getaffinity(0))
         memory_bound = False
         if topology.cores:
@@ -126,7 +129,9 @@ class Ranks(Members):
                 )
         if topology.device == "cuda":
             limit_nccl(nccl_timeout_s)
-        return cls(topology, allowed_cores, memory_bound, store)
+        ranks = cls(topology, allowed_cores, memory_bound, store)
+        ranks._excepthook = excepthook
+        return ranks
 
     def barrier(self) -> None:
         # Gather CPU tensors, because a barrier of NCCL would occupy the GPU.
@@ -178,6 +183,7 @@ class Ranks(Members):
         connect_groups.cache_clear()
         gc.collect()
         dist.destroy_process_group()
+        sys.excepthook = self._excepthook
 
 
 @contextmanager
