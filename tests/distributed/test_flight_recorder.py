@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -67,9 +68,10 @@ def test_nccl_gets_its_own_timeouts_and_record(tmp_path: Path, monkeypatch: pyte
         stores.append(store)
         begin("cpu:gloo,cuda:gloo", store=HashStore(), rank=0, world_size=1)
 
-    for name in GPU_VARIABLES:
+    for name in (*GPU_VARIABLES, "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored at the end
     monkeypatch.setattr(ranks, "choose_gpu", lambda *_: 0)
     monkeypatch.setattr(ranks, "meet_ranks", lambda *_: SignedStore(PrefixStore("run", HashStore()), "secret", "id"))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)

@@ -70,7 +70,11 @@ def test_listening_address_is_the_one_that_others_use(monkeypatch: pytest.Monkey
         ),
     ],
 )  # fmt: skip
-def test_address_of_a_node_without_ipv4_or_loopback(commands: list[str], expected: str) -> None:
+def test_address_of_a_node_without_ipv4_or_loopback(
+    monkeypatch: pytest.MonkeyPatch, commands: list[str], expected: str
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # a run in this process may have set it
+
     def address(_: object) -> str:
         ctypes.CDLL(None).unshare(0x40000000)  # CLONE_NEWNET
         for command in commands:
