@@ -261,20 +261,22 @@ class MergedWeights:
         rank, alpha = int(fields["r"]), float(fields["lora_alpha"])
         self._scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
         shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-        published = published_of(model, shapes) or [Published(name, shape, name, 0) for name, shape in shapes]
         tensors: dict[str, list[Published]] = {}
-        for tensor in published:
+        for tensor in published_of(model, shapes) or ():
             tensors.setdefault(tensor.source, []).append(tensor)
         self._changes: dict[str, tuple[_Change, int]] = {}  # by name in the files; the element where a tensor begins
         parts = {part.name: part for part in adapter.parts()}
         for module in (name.removesuffix(_A) for name in parts if name.endswith(_A)):
             a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
             weight, change = _change(model, module, a, b, bool(fields.get("fan_in_fan_out")))
-            stored = names.matched(source.entries, [tensor.name for tensor in tensors.get(weight, ())])
-            if not stored or len(stored) < len(tensors[weight]):
+            starts = {weight: 0}  # of the tensors in the files: the weight as transformers holds it, or as published
+            if not (stored := names.matched(source.entries, [weight])):
+                starts = {tensor.name: tensor.start for tensor in tensors.get(weight, ())}
+                stored = names.matched(source.entries, [*starts])
+            if not stored or len(stored) < len(starts):
                 raise WeightsFileError(f"no weight {weight} here, which the adapter changes", self._directory)
-            for tensor in tensors[weight]:
-                self._changes[stored[tensor.name].name] = (change, tensor.start)
+            for name, start in starts.items():
+                self._changes[stored[name].name] = (change, start)
 
     def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the configuration files of the base model and the tokenizer files of the adapter."""

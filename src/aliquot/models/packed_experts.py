@@ -52,12 +52,12 @@ def packed_weights(
     stored: Mapping[str, TensorEntry], shapes: Mapping[str, Shape], directory: Path
 ) -> dict[str, PackedWeight]:
     """Return the weights of `shapes` that the files store in MXFP4. Raises WeightsFileError for a wrong shape."""
-    found = {
+    weights = {
         name: PackedWeight(stored[f"{name}_blocks"], stored[f"{name}_scales"])
         for name in shapes
         if is_packed(f"{name}_blocks", stored)
     }
-    for name, packed in found.items():
+    for name, packed in weights.items():
         experts, columns, rows = (*shapes[name], 0, 0)[:3]
         expected = (experts, rows, columns // _BLOCK)
         has_dtype = packed.blocks.dtype == packed.scales.dtype == torch.uint8
@@ -67,7 +67,7 @@ def packed_weights(
                 f" {list(shapes[name])}",
                 directory,
             )
-    return found
+    return weights
 
 
 def fill_packed(

@@ -5,6 +5,7 @@ Recomputation in the backward pass uses the weights that its layer already has.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ def spread_layers(model: nn.Module, count: int, indices: Mapping[int, int]) -> L
     return [(layer, [alone[id(weight)] for weight in layer.parameters() if id(weight) in alone]) for layer in chosen]
 
 
-class LayerHooks:
+class LayerHooks(ABC):
     """Calls `_use` with the number of a layer before each use. All ranks of a host use layers in the same order."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -38,9 +39,9 @@ class LayerHooks:
         self._hooks: list[RemovableHandle] = []
         self._has_backward = [False] * len(modules)  # whether the last forward pass of a layer has a backward pass
 
+    @abstractmethod
     def _use(self, layer: int) -> None:
         """Get the weights of a layer ready."""
-        raise NotImplementedError
 
     def _use_in_backward(self, layer: int) -> None:
         """Get the weights of a layer ready for its backward pass."""
@@ -90,9 +91,9 @@ class LayerSlots(LayerHooks):
             self._current = layer
             self._fetch(layer)
 
+    @abstractmethod
     def _end_use(self) -> None:
         """Note that the use of the current layer, if there is one, is over."""
-        raise NotImplementedError
 
     def _fetch(self, layer: int) -> None:
         """Begin to get the weights of a layer into its slot, unless they are there."""
@@ -101,6 +102,6 @@ class LayerSlots(LayerHooks):
             before, self._layer_in[slot] = self._layer_in[slot], layer
             self._fill(layer, slot, before)
 
+    @abstractmethod
     def _fill(self, layer: int, slot: int, before: int) -> None:
         """Replace the weights of layer `before` in a slot."""
-        raise NotImplementedError

@@ -178,7 +178,7 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     if sinks[0] is not None:
         up, down = up.detach(), down.detach()  # type: ignore[assignment]
     result: Tensor = _SortedExperts.apply(  # type: ignore[no-untyped-call]
-        hidden.to(up.dtype), scores, up, down, *biases, *factors[0], *factors[1], mixture
+        hidden.to(up.dtype), scores, up, down, *biases, mixture, *factors[0], *factors[1]
     )
     return result.to(hidden.dtype)
 
@@ -222,14 +222,11 @@ class _SortedExperts(torch.autograd.Function):
         down: Tensor,
         up_bias: Tensor | None,
         down_bias: Tensor | None,
-        up_a: Tensor | None,
-        up_b: Tensor | None,
-        down_a: Tensor | None,
-        down_b: Tensor | None,
         mixture: _Mixture,
+        *factors: Tensor | None,
     ) -> Tensor:
         routing = mixture.routing
-        up_adapter, down_adapter = _adapter(up_a, up_b), _adapter(down_a, down_b)
+        up_adapter, down_adapter = _adapter(*factors[:2]), _adapter(*factors[2:])
         slot_scores = routing.scores(scores)[:, None]
         width = up.shape[2 if mixture.transposed else 1]
         before = hidden.new_empty(routing.size, width)
@@ -248,7 +245,7 @@ class _SortedExperts(torch.autograd.Function):
                 down_adapter.add_forward(expert, acted, results[span])
             if down_bias is not None:
                 results[span] += down_bias[expert] * slot_scores[span]
-        ctx.save_for_backward(hidden, scores, up, down, up_bias, down_bias, up_a, up_b, down_a, down_b, before)
+        ctx.save_for_backward(hidden, scores, up, down, up_bias, down_bias, *factors, before)
         ctx.mixture = mixture
         return _summed(routing.slots, results)
 
@@ -308,7 +305,7 @@ class _SortedExperts(torch.autograd.Function):
         factor_gradients = [
             gradient for it in (up_change, down_change) for gradient in ((None, None) if it is None else (it.a, it.b))
         ]
-        return hidden_gradient, choice_gradients, up_gradient, down_gradient, *bias_gradients, *factor_gradients, None
+        return hidden_gradient, choice_gradients, up_gradient, down_gradient, *bias_gradients, None, *factor_gradients
 
 
 def _adapter(a: Tensor | None, b: Tensor | None) -> LowRank | None:
