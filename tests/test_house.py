@@ -22,7 +22,7 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # each use, compressed ones too, 181 (and 117 in tests), adapters of experts 129, experts in MXFP4 51, limits for a slow
 # hub 21, and an eval_fraction that works 14. Offers of one training, and checks of image, keys and GPUs, took 39 in
 # tests; rules that the API server's dry run applies made room for them in src.
-BUDGET = {"src": 32_521, "tests": 26_988}
+BUDGET = {"src": 32_541, "tests": 27_005}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100
@@ -39,7 +39,7 @@ TESTS = Path(__file__).parent
 # Of modules that no test of their package imports, because the tests start a command or look from elsewhere.
 TESTED_BY = {
     "run/test_own_loop": {
-        "losses", "run/caller_batch", "run/prepared_run", "run/sampling", "run/training_loop",
+        "losses", "run/caller_batch", "run/prepared_run", "run/training_loop",
     },
     "cli/test_chat": {"cli/generate_command"},
     "cli/test_cluster": {"cli/cluster_command"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import aliquot
 from aliquot.core.errors import UsageError
+from aliquot.run.sampling import rows_at_once
 from tests import plain
 from tests.multinode.namespaces import switched_hosts, why_not
 from tests.runs import curve, free_port, wait_for, write_config
@@ -199,6 +201,23 @@ def test_greedy_samples_are_those_of_transformers(alone: tuple[Path, dict[str, A
     assert result["greedy"] == generated[: len(result["greedy"])] and len(result["greedy"]) > 3
 
 
+def test_samples_and_references_keep_to_the_memory_of_the_plan(tmp_path: Path) -> None:
+    prompts = ["a b", "the", "on a"]
+    with aliquot.Trainer(aliquot.read_config(settings(tmp_path))) as trainer:
+        together = trainer.sample(prompts, max_tokens=6)
+        assert rows_at_once(trainer, 40) == 64
+        plan = trainer.resolved.plan
+        assert plan is not None
+        full = dataclasses.replace(plan, limit_bytes_per_node=plan.peak_bytes_per_rank)
+        trainer.resolved = dataclasses.replace(trainer.resolved, plan=full)
+        assert rows_at_once(trainer, 10_000) == 1
+        assert [sample.ids for sample in trainer.sample(prompts, max_tokens=6)] == [sample.ids for sample in together]
+        small = dataclasses.replace(plan, limit_bytes_per_node=0)
+        trainer.resolved = dataclasses.replace(trainer.resolved, plan=small)
+        with pytest.raises(UsageError, match=r"needs 0.00 GiB on each rank .* use more ranks or machines"):
+            trainer.forward([aliquot.TokenSequence([1, 2, 3])], reference=True)
+
+
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -206,6 +225,7 @@ def test_greedy_samples_are_those_of_transformers(alone: tuple[Path, dict[str, A
         (2, ["shard.engine=fsdp", "data.packing=false"]),
         pytest.param(3, [], marks=pytest.mark.long),
         pytest.param(3, ["shard.engine=fsdp"], marks=pytest.mark.long),
+        pytest.param(2, ["shard.engine=deepspeed"], marks=pytest.mark.long),
         pytest.param(2, ["train.gradient_checkpointing=full"], marks=pytest.mark.long),
     ],
 )

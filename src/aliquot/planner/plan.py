@@ -163,6 +163,11 @@ class Plan:
         return max(0, self.limit_bytes_per_node - self.beside_bytes) // self.ranks_per_node
 
     @property
+    def unused_bytes(self) -> int:
+        """The memory of one rank that is free between two passes of training, when there are no activations."""
+        return self.limit_bytes - self.peak_bytes_per_rank + self.peak.private_bytes.get("activations", 0)
+
+    @property
     def host_peak_bytes_per_rank(self) -> int:
         """Host memory of a rank that computes on a GPU; otherwise 0."""
         return max((phase.per_rank(self.ranks_per_node) for phase in self.host_phases), default=0)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aliquot.run.trainer import Trainer
 
 _MOST_ROWS = 64  # samples that are drawn together
+_DRAW_BYTES = 32  # for each entry of the vocabulary: scores, probabilities and their sums, some in fp64
 _COLD = 1e-4  # below this temperature, the most likely token is drawn
 
 
@@ -87,7 +88,8 @@ def sample_all(
     # Prompts of like length together: a longer prompt is read token by token from the length of the shortest one.
     ordered = sorted(range(len(rows)), key=lambda index: len(rows[index].ids))
     rank, world_size = trainer.ranks.rank, trainer.ranks.world_size
-    count = max(1, min(_MOST_ROWS, -(-len(ordered) // world_size)))
+    longest = max((len(row.ids) for row in rows), default=0) + drawing.max_tokens
+    count = max(1, min(rows_at_once(trainer, longest), -(-len(ordered) // world_size)))
     turns = [ordered[start : start + count] for start in range(0, len(ordered), count)]
     results: list[tuple[int, list[Any]]] = []
     for first in range(0, len(turns), world_size):
@@ -101,6 +103,19 @@ def sample_all(
         trainer.watchdog.beat()
     gathered = dict(result for rank_results in trainer.ranks.gather(results) for result in rank_results)
     return [Sample(rows[index].prompt, *gathered[index]) for index in range(len(rows))]
+
+
+def rows_at_once(trainer: Trainer, tokens: int) -> int:
+    """Return how many samples of so many tokens a rank draws together: those whose caches fit beside its state."""
+    text, plan = trainer.resolved.source.config.get_text_config(decoder=True), trainer.resolved.plan
+    if plan is None:
+        return _MOST_ROWS
+    heads = getattr(text, "num_attention_heads", None) or 1
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = head_width * (getattr(text, "num_key_value_heads", None) or heads)
+    itemsize = 2 if plan.precision == "bf16" else 4
+    cache_bytes = 2 * text.num_hidden_layers * width * itemsize * tokens
+    return max(1, min(_MOST_ROWS, int(plan.unused_bytes // (cache_bytes + _DRAW_BYTES * text.vocab_size))))
 
 
 def _rows(

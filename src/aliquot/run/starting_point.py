@@ -17,9 +17,9 @@ from aliquot.checkpoint.directories import complete_directories, directory_of
 from aliquot.checkpoint.mirror import fetch_best, fetch_replacement
 from aliquot.checkpoint.resume import changed_settings, check_continuity, check_model, is_from_another_run, resume
 from aliquot.checkpoint.retention import EvaluationHistory
-from aliquot.core.errors import DamagedCheckpoint
-from aliquot.core.number_format import count_of
-from aliquot.core.on_rank_0 import run_on_rank_0
+from aliquot.core.errors import DamagedCheckpoint, UsageError
+from aliquot.core.number_format import count_of, gib
+from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Position
 from aliquot.data.data_files import files_written_after
 from aliquot.machine.allocator import release_free_memory
@@ -80,10 +80,11 @@ def initial_weights(trainer: Trainer) -> Iterator[None]:
     """Compute with the weights before training within the block. Collective.
 
     The first call loads these weights. Each rank then keeps its trainable shards of them, in fp32. If the block raises
-    an exception, the run must end.
+    an exception, the run must end. Raises UsageError on every rank if a rank has too little memory for its shards.
     """
     engine = trainer.model.engine
     parts = [part for part in trainer.model.saved.parts() if part.kind == "weight"]
+    run_on_all_ranks(trainer.ranks, lambda: _check_room(trainer, 2 * 4 * sum(part.numel for part in parts)))
     trainer.checkpoints.saver.before_update()  # a save may still read the weights
     trainer.ranks.barrier()  # no rank may compute while another one writes
     present = _read_parts(engine, parts)
@@ -96,6 +97,16 @@ def initial_weights(trainer: Trainer) -> Iterator[None]:
     yield
     trainer.ranks.barrier()
     _write_parts(engine, parts, present)
+
+
+def _check_room(trainer: Trainer, needed_bytes: int) -> None:
+    plan = trainer.resolved.plan  # its limit is the memory of a GPU if the run has GPUs
+    if plan is None or plan.device == "cuda" or trainer.force or needed_bytes <= plan.unused_bytes:
+        return
+    raise UsageError(
+        f"forward(reference=True) needs {gib(needed_bytes)} on each rank for the weights before training, and"
+        f" {gib(max(0, plan.unused_bytes))} are free: use more ranks or machines, or train an adapter"
+    )
 
 
 def _read_parts(engine: Engine, parts: Sequence[Part]) -> list[Tensor]:
