@@ -18,11 +18,11 @@ from aliquot.cli.instances_command import instance_planner
 from aliquot.cluster.check import check_job_of_config, check_manifests
 from aliquot.cluster.findings import RULES
 from aliquot.cluster.job import Job, describe, placed
-from aliquot.cluster.manifests import ManifestObject, parse_manifests, to_yaml
-from aliquot.cluster.render import documents
+from aliquot.cluster.manifests import ManifestObject, parse_manifests, read_manifests, to_yaml
+from aliquot.cluster.render import documents, render, write
 from aliquot.cluster.trainjob import cluster_training_runtime
 from aliquot.config.read_config import read_config
-from aliquot.core.errors import UserError
+from aliquot.core.errors import ManifestError, UserError
 from aliquot.planner.plan import PhaseMemory
 from aliquot.planner.planned_machine import Machine, limit_to_pod
 from tests.cluster.cases import cluster_section, config, cpu_job, disk_job, dynamic_storage, gpu_job, plan
@@ -622,6 +622,7 @@ def test_check_reports_concerns_of_the_plan() -> None:
     made = plan(disk_read_bytes=0, waiting_factor=109.2, bottleneck="network-bound 109.2x")
     messages = [each.message for each in check_job_of_config(describe(config(), made)) if each.rule == "plan"]
     assert len(messages) == 2 and "random weights" in messages[0] and "109.2x" in messages[1]
+    assert "1 of 16 cores" in plan(ranks_per_node=1, threads_per_rank=1).concerns[0]
     assert plan().concerns == [] and plan(disk_read_bytes=0, parameters=10**7).concerns == []
 
 
@@ -632,6 +633,35 @@ def test_every_rule_has_a_test_or_asks_live() -> None:
     tested |= {rule for rule, _, _ in [*CONFIGS.values(), *SITUATIONS.values()] if rule is not None}
     elsewhere = {"discontinued", "not-judged", "plan", "storage-speed"}
     assert set(RULES) - live - tested == elsewhere
+
+
+def test_a_kustomization_says_what_is_applied(tmp_path: Path) -> None:
+    write(render(cpu_job(), "0.1.0"), tmp_path)
+    (tmp_path / "other.yaml").write_text("kind: Unlisted\n")
+    assert check_manifests(read_manifests(tmp_path)) == []
+    listing = tmp_path / "kustomization.yaml"
+    listing.write_text(listing.read_text().replace("  - training-runtime.yaml\n", ""))
+    assert {"runtime"} == errors(check_manifests(read_manifests(tmp_path)))
+    (tmp_path / "config-map.yaml").unlink()
+    with pytest.raises(ManifestError, match=r"kustomization lists config-map\.yaml, which is not here"):
+        read_manifests(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "capacity, grace_s, save_s, fix",
+    [
+        ("on-demand", 60, 70, "checkpoint.grace_s: at least 83"),
+        ("spot", 60, 70, "checkpoint.grace_s: at least 83"),
+        ("spot", 300, 70, "checkpoint.grace_s: 90"),
+        ("spot", 90, 200, "save more often"),
+        ("spot", 300, 200, "save more often"),
+    ],
+)
+def test_advice_about_grace_goes_round_in_no_circle(capacity: str, grace_s: int, save_s: float, fix: str) -> None:
+    settings = config(cluster_section(capacity=[capacity]), checkpoint={"every": 9000, "grace_s": grace_s})
+    job = describe(settings, plan(save_s=save_s, save_steps=9000, step_s=12.5, nodes=4))
+    (advice,) = (each.fix for each in check_job_of_config(job) if each.rule == "grace")
+    assert advice.startswith(fix)
 
 
 def test_places_are_lines() -> None:

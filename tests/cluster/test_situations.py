@@ -27,6 +27,7 @@ from tests.cluster.edits import (
     rules,
     runtime_pod,
     trainer,
+    volume,
 )  # fmt: skip
 
 ZONE = "topology.kubernetes.io/zone"
@@ -94,6 +95,10 @@ def volume_zone(found: Documents, zone: str) -> None:
     }
 
 
+def epochs_job() -> Job:
+    return describe(config(train={"num_train_epochs": 2}), plan(steps=0))
+
+
 dynamic_job = partial(cpu_job, storage=dynamic_storage())
 
 
@@ -108,9 +113,13 @@ def set_variable(found: Documents, name: str, value: str) -> None:
 
 
 def change_config(found: Documents, section: str, **values: Any) -> None:
-    config = yaml.safe_load(found["config-map.yaml"]["data"]["config.yaml"])
-    config[section].update(values)
-    found["config-map.yaml"]["data"]["config.yaml"] = yaml.safe_dump(config)
+    change_file(found, "config.yaml", lambda config: config[section].update(values))
+
+
+def change_file(found: Documents, name: str, change: Callable[[Any], Any]) -> None:
+    values = yaml.safe_load(found["config-map.yaml"]["data"][name])
+    change(values)
+    found["config-map.yaml"]["data"][name] = yaml.safe_dump(values)
 
 
 def add_pool(found: Documents, type_: str) -> None:
@@ -217,8 +226,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "a config that is not mounted": ("config-file", cpu_job, lambda d: pod(d)["containers"][0]["volumeMounts"].remove(
         mount(d, "config"))),
     "a key that does not exist": ("config-file", cpu_job, lambda d: change_config(d, "train", max_step=10)),
-    "a config for GPUs on CPU nodes": ("processes", cpu_job, lambda d: change_config(d, "launch", device="cuda")),
-    "a config for CPUs on GPU nodes": ("processes", gpu_job, lambda d: change_config(d, "launch", device="cpu")),
+    "a config for GPUs on CPU nodes": ("planned-config", cpu_job, lambda d: change_config(d, "launch", device="cuda")),
+    "a config for CPUs on GPU nodes": ("planned-config", gpu_job, lambda d: change_config(d, "launch", device="cpu")),
     "data on a laptop": ("not-shared", cpu_job, lambda d: change_config(
         d, "data", dataset=None, dataset_config=None, path="/home/me/chats.jsonl")),
     "results beside the file system": ("not-shared", cpu_job, lambda d: mount(d, "shared").update(mountPath="/data")),
@@ -254,7 +263,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         d, "v1", "ResourceQuota", "team", spec={"hard": {"requests.cpu": "64"}})),
     "a limit for small pods": ("quota", cpu_job, lambda d: add(
         d, "v1", "LimitRange", "team", spec={"limits": [{"type": "Container", "max": {"memory": "64Gi"}}]})),
-    "the node's network": ("pod-security", cpu_job, lambda d: runtime_pod(d).update(hostNetwork=True)),
+    "the node's network": ("pod-security", cpu_job, lambda d: runtime_pod(d).update(
+        hostNetwork=True, dnsPolicy="ClusterFirstWithHostNet")),
     "a policy that opens DNS alone": ("network-policy", cpu_job, lambda d: add(
         d, "networking.k8s.io/v1", "NetworkPolicy", "dns", spec={
             "podSelector": {}, "policyTypes": ["Egress"], "egress": [{"ports": [{"port": 53, "protocol": "UDP"}]}]})),
@@ -345,8 +355,43 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "one GPU of eight": ("gpu-unused", eight_gpus, lambda d: set_variable(d, "CUDA_VISIBLE_DEVICES", "0")),
     "GPUs that do not see each other": ("fabric", eight_gpus, lambda d: set_variable(d, "NCCL_P2P_DISABLE", "1")),
     "a hub that is offline": ("reference", cpu_job, lambda d: set_variable(d, "HF_HUB_OFFLINE", "1")),
-    "another engine than planned": ("processes", cpu_job, lambda d: change_config(d, "shard", engine="fsdp")),
-    "other ranks than planned": ("processes", cpu_job, lambda d: change_config(d, "launch", ranks=4)),
+    "another engine than planned": ("planned-config", cpu_job, lambda d: change_config(d, "shard", engine="fsdp")),
+    "other ranks than planned": ("planned-config", cpu_job, lambda d: change_config(d, "launch", ranks=4)),
+    # what a reader of the tutorial edited
+    "a config of longer sequences": ("planned-config", cpu_job, lambda d: change_config(
+        d, "data", sequence_length=8192)),
+    "more steps by an override": ("planned-config", cpu_job, lambda d: trainer(d)["command"].append(
+        "train.max_steps=2000")),
+    "an adapter that was not planned": ("planned-config", cpu_job, lambda d: change_file(d, "config.yaml",
+        lambda config: config.update(adapter={"r": 8}))),
+    "fewer EFA interfaces than planned": ("fabric", eight_gpus, lambda d: both(d, "vpc.amazonaws.com/efa", "8")),
+    "fewer GPUs than planned": ("gpu-unused", eight_gpus, lambda d: both(d, "nvidia.com/gpu", "4")),
+    "a quarter of the CPUs": ("threads", cpu_job, lambda d: both(d, "cpu", "16")),
+    "less disk than planned": ("resource-amount", disk_job, lambda d: both(d, "ephemeral-storage", "8Gi")),
+    "no /tmp": ("scratch", cpu_job, lambda d: pod(d)["containers"][0]["volumeMounts"].remove(mount(d, "tmp"))),
+    "a /tmp that is read-only": ("scratch", cpu_job, lambda d: mount(d, "tmp").update(readOnly=True)),
+    "a disk for states of another path": ("scratch", disk_job, lambda d: mount(d, "offload").update(
+        mountPath="/scratch")),
+    "a small disk for states": ("scratch", disk_job, lambda d: next(
+        each for each in pod(d)["volumes"] if each["name"] == "offload")["emptyDir"].update(sizeLimit="1Gi")),
+    "the node's names": ("name-resolution", cpu_job, lambda d: runtime_pod(d).update(hostNetwork=True)),
+    "a deadline of a run in epochs": ("deadline", epochs_job, lambda d: replicated(d)["template"]["spec"].update(
+        activeDeadlineSeconds=3600)),
+    "a Secret of another name": ("environment", cpu_job, lambda d: next(
+        each for each in trainer(d)["env"] if each["name"] == "HF_TOKEN")["valueFrom"]["secretKeyRef"].update(
+            name="hf-tokn")),
+    "no home": ("environment", cpu_job, lambda d: trainer(d)["env"].remove({"name": "HOME", "value": "/tmp"})),
+    "another claim than the config's": ("reference", partial(cpu_job, storage={"kind": "claim", "claim": "own"}),
+        lambda d: volume(d, "persistentVolumeClaim").update(claimName="others")),
+    "another service account than the config's": ("reference", partial(cpu_job, service_account="training"),
+        lambda d: pod(d).pop("serviceAccountName")),
+    "no queue": ("reference", partial(cpu_job, queue="gpus"), lambda d: d["train-job.yaml"]["metadata"]["labels"].pop(
+        "kueue.x-k8s.io/queue-name")),
+    "no runtime": ("runtime", cpu_job, lambda d: d.pop("training-runtime.yaml")),
+    "no config": ("config-file", cpu_job, lambda d: d.pop("config-map.yaml")),
+    "no nodes": ("not-applied", cpu_job, lambda d: d.pop("node-pool.yaml")),
+    "no policy": ("not-applied", cpu_job, lambda d: d.pop("network-policy.yaml")),
+    "nobody who makes the directories": ("not-applied", cpu_job, lambda d: d.pop("directories-job.yaml")),
     # from public issues
     # https://github.com/aws/aws-parallelcluster/issues/7143
     "EFA on the first card of a P6-B300": ("efa", b300, lambda d: node_class(d).pop("networkInterfaces")),
@@ -397,6 +442,10 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         labels={"team": "nlp"}, annotations={"note": "x"})),
     "one more toleration": (None, cpu_job,
         lambda d: pod(d)["tolerations"].append({"key": "team", "operator": "Exists"})),
+    "the log of NCCL": (None, gpu_job, lambda d: set_variable(d, "NCCL_DEBUG", "WARN")),
+    "a CPU for other daemonsets": (None, cpu_job, lambda d: both(d, "cpu", "30")),
+    "a larger /tmp": (None, cpu_job, lambda d: next(
+        each for each in pod(d)["volumes"] if each["name"] == "tmp")["emptyDir"].update(sizeLimit="4Gi")),
     "a longer grace period": (None, cpu_job, lambda d: pod(d).update(terminationGracePeriodSeconds=900)),
     "a hook within the grace period": (None, cpu_job, lambda d: (
         pod(d).update(terminationGracePeriodSeconds=180), runtime_pod(d)["containers"][0].update(

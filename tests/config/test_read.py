@@ -55,6 +55,7 @@ def test_defaults_and_yaml_12_floats(file: Path) -> None:
     [
         ("  learning_rte: 1", 7, "unknown key train.learning_rte; did you mean train.learning_rate?"),
         ("trian: {}", 7, "unknown key trian; did you mean train?"),
+        ("storage: {size_gib: 3}", 7, "unknown key storage; did you mean cluster.storage?"),
         ("lauch:\n  ranks: 2", 7, "unknown key lauch; did you mean launch?"),
         ("  max_steps: many", 7, "train.max_steps is 'many': input should be a valid integer"),
         ("  weight_decay: -1", 7, "train.weight_decay is -1: input should be greater than or equal to 0"),

@@ -180,6 +180,9 @@ def command(
             print(json.dumps(result.as_json(), indent=1))
         else:
             _print(result)
+        if settings.cluster is not None and result.machine.is_local:
+            option = f"--instance {settings.cluster.instance_types[0]}"
+            print(f"note: a plan for this machine; {option} plans for the nodes of section cluster", file=sys.stderr)
         if picture is not None:
             from aliquot.planner.pictures import memory_svg
 

@@ -11,16 +11,20 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from aliquot.cluster.capacity import shown
 from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
-from aliquot.cluster.job import GPU, Job, describe
-from aliquot.cluster.job_view import NODE, JobView, job_specs, job_views
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
-from aliquot.cluster.pod import CONFIG_FILE, EXPECTED_FILE, RENDERED_FILE, shipped_config, uses_hub
+from aliquot.cluster.findings import Check, Level, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.job import EFA, GPU, Job, describe
+from aliquot.cluster.job_view import NODE, SHM, JobView, job_specs, job_views
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
+from aliquot.cluster.pod import CONFIG_FILE, EXPECTED_FILE, RENDERED_FILE, uses_hub
+from aliquot.cluster.quantity import parse
 from aliquot.cluster.render import parsed
+from aliquot.cluster.rules_references import references
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.read_config import read_text
 from aliquot.config.schema import RunConfig
@@ -32,6 +36,7 @@ _SUFFIXES = (".yaml", ".yml")
 _LOST_WITH_THE_POD = ("emptyDir", "ephemeral")
 _SHELLS = r"(?:.*/)?(?:sh|bash|dash|ash|zsh)"
 _LAST_EXEC = re.compile(r"(?:^|[;&\n])\s*exec\s[^|;&\n]+\s*$")  # the shell becomes the program
+_HOST_DNS = "ClusterFirstWithHostNet"
 _TTL = "the log and the state of a failed job are gone, and Trainer 2.3 starts a failed job anew: {path} is {value}"
 _RUNTIME = (
     Field("spec/template/spec/network/enableDNSHostnames", "name-resolution", none_of(False), "leave it out"),
@@ -42,6 +47,13 @@ _RUNTIME = (
           "leave it out", _TTL),
 )  # fmt: skip
 _POD = (
+    Field(
+        "",
+        "name-resolution",
+        lambda pod: not dig(pod, "hostNetwork") or dig(pod, "dnsPolicy") == _HOST_DNS,
+        "leave hostNetwork out: pods use EFA without it",
+        f"hostNetwork without dnsPolicy {_HOST_DNS}: the pods ask the DNS of their node, which does not know rank 0",
+    ),
     Field("dnsPolicy", "name-resolution", none_of("Default"), "dnsPolicy: ClusterFirst"),
     Field("subdomain", "name-resolution", one_of(None), "leave it out: JobSet sets the subdomain"),
     Field("hostname", "name-resolution", one_of(None), "leave it out: JobSet sets the host name"),
@@ -62,6 +74,24 @@ _QUEUES = {
         ),
     ),
 }
+
+
+# The resources of which a pod may have less than rendered only at a cost: the rule that says so, and the part that is
+# enough. Other daemonsets than planned may leave a pod fewer CPUs.
+_AMOUNTS = {
+    "memory": ("memory-limit", Fraction(0)),
+    "cpu": ("threads", Fraction(3, 4)),
+    GPU: ("gpu-unused", Fraction(1)),
+    EFA: ("fabric", Fraction(1)),
+}
+_FREE_VARIABLES = "NCCL_(DEBUG.*|SOCKET_IFNAME|NET)|FI_PROVIDER|PYTHON.*"  # checked elsewhere, or a matter of taste
+_NAMED_KINDS = ("ServiceAccount", "PriorityClass", "LocalQueue")
+# The keys of a config on which memory and processes depend, and those on which only the duration depends.
+_PLANNED = (
+    r"(model|shard|adapter)\..*|launch\.(device|ranks|nodes|threads_per_rank)|data\.(sequence_length|packing)"
+    r"|train\.(objective|.*batch.*|gradient.*|precision|fp8|optimizer_states|compile|freeze)"
+)
+_TIMED = r"train\.(max_steps|num_train_epochs|eval_steps)|checkpoint\.every"
 
 
 class _Variable(NamedTuple):
@@ -129,11 +159,14 @@ def check_invariants(view: JobView, job: Job | None, manifests: Sequence[Manifes
             if re.fullmatch(variable.names, name) and variable.breaks(value, view, job):
                 yield finding(variable.rule, view.manifest, f"env {name} is {value!r}", variable.fix)
     if job is not None:
-        yield from _failures(view, job_views(parsed(job))[0])
+        rendered = parsed(job)
+        (twin,) = job_views(rendered)
+        for compare in (_failures, _amounts, _volumes, _environment):
+            yield from compare(view, twin)
+        yield from _absent(view, twin, rendered, manifests)
         if job.section.is_elastic and view.runtime is not None and view.runtime.get("spec", "podGroupPolicy"):
             message = f"cluster.nodes is {job.section.nodes}, and podGroupPolicy waits for all {view.nodes} nodes"
             yield finding("failure-rules", view.runtime, message, "no podGroupPolicy, or a fixed number of nodes")
-        yield from _planned_settings(view, job)
 
 
 def _signals(view: JobView) -> Iterator[RuleFinding]:
@@ -206,19 +239,56 @@ def _failures(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
             return
 
 
-def _planned_settings(view: JobView, job: Job) -> Iterator[RuleFinding]:
-    """Check that the mounted config still has the settings that the plan has chosen."""
-    shipped, written = shipped_config(job), job.config.model_dump(mode="json")
-    for section, key in (
-        ("launch", "device"),
-        ("shard", "engine"),
-        ("launch", "ranks"),
-        ("launch", "threads_per_rank"),
-    ):
-        value, planned = written[section][key], shipped[section][key]
-        if value not in ("auto", None, planned):
-            message = f"{section}.{key} is {value} in the mounted config, and the plan of these pods has {planned}"
-            yield finding("processes", view.manifest, message, "change the run's config, and render again")
+def _amounts(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
+    """Check that a pod has the devices, the disk and the CPUs of the plan. `memory-limit` checks the memory."""
+    for name, amount in twin.requested.items():
+        rule, enough = _AMOUNTS.get(name, ("resource-amount", 1))
+        actual = view.requested.get(name, Fraction(0))
+        if actual < amount * enough:
+            message = f"{shown(name, actual)} requested; aliquot renders {shown(name, amount)}"
+            yield finding(rule, view.manifest, message, "the rendered amount, or render again for other nodes")
+
+
+def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
+    """Check that the trainer has its own volumes, writable and as large as rendered."""
+    for path in (str(mount["mountPath"]) for mount in mappings(twin.node, "volumeMounts")):
+        (mount, volume), (_, planned) = (job.mount(path) or ({}, {}) for job in (view, twin))
+        actual, rendered = (mapping(item.get("emptyDir")) for item in (volume, planned))
+        size, least = (parse(item.get("sizeLimit")) or Fraction(0) for item in (actual, rendered))
+        is_own = mount.get("mountPath") == path and not mount.get("readOnly")
+        is_as_rendered = actual.get("medium") == rendered.get("medium") and (size or least) >= least
+        if rendered and not (is_own and is_as_rendered):  # `check_mounted_config` checks claims and the config
+            found = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
+            rule = "shm" if path == SHM else "scratch"
+            message = f"{path} is {found}; aliquot renders emptyDir {rendered}"
+            yield finding(rule, view.manifest, message, f"the rendered volume, and its volumeMount at {path}")
+
+
+def _environment(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
+    """Check the variables that tell the trainer its directories, its network and its keys."""
+    written = {item.get("name"): item.get("valueFrom") or item.get("value") for item in view.env}
+    for item in twin.env:
+        name, rendered = item["name"], item.get("valueFrom") or item.get("value")
+        if written.get(name) != rendered and not re.fullmatch(_FREE_VARIABLES, name):
+            message = f"env {name} is {written.get(name, 'missing')}; aliquot renders {rendered}"
+            yield finding("environment", view.manifest, message, "the rendered variable, or change the run's config")
+
+
+def _absent(
+    view: JobView, twin: JobView, rendered: Sequence[ManifestObject], manifests: Sequence[ManifestObject]
+) -> Iterator[RuleFinding]:
+    """Report what is rendered or named by the config, but is neither among the manifests nor named by the pods."""
+    present = {(item.kind, item.name) for item in manifests}
+    for item in select_kinds(rendered, "NodePool", "NetworkPolicy", "Job"):
+        if (item.kind, item.name) not in present:
+            message = f"{item.kind}/{item.name} is rendered for this job, and not among the manifests"
+            yield finding("not-applied", view.manifest, message, "its file, also in kustomization.yaml")
+    names = dict.fromkeys(references(view))
+    for kind, name in references(twin):
+        if (kind, name) not in present | names.keys() and kind in ("PersistentVolumeClaim", *_NAMED_KINDS):
+            others = [other for other_kind, other in names if other_kind == kind]
+            message = f"the config names {kind}/{name}, and the pods {', '.join(others) or 'none'}"
+            yield finding("reference", view.manifest, message, f"{name}, or change the run's config", "warning")
 
 
 def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -235,6 +305,8 @@ def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> I
     name = dig(volume, "configMap", "name")
     config_map = next((item for item in select_kinds(manifests, "ConfigMap") if item.name == name), None)
     if config_map is None:
+        message = f"ConfigMap/{name} with {path} is not among the manifests: nothing is compared with config and plan"
+        yield finding("config-file", job.manifest, message, "check its file, too", "warning")
         return
     key = _key(mount, volume, path)
     texts = mapping(config_map.get("data"))
@@ -250,6 +322,23 @@ def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> I
         yield finding("config-file", config_map, str(error), "correct the config, and render again")
         return
     yield from _directories(job, config)
+    yield from _planned_config(config_map, config)
+
+
+def _planned_config(config_map: ManifestObject, config: RunConfig) -> Iterator[RuleFinding]:
+    """Compare the mounted config with the planned one, in the keys on which memory, time and processes depend."""
+    changed: dict[str, str] = {}
+    with suppress(UserError, ValueError, KeyError, TypeError):  # not rendered, or edited by hand
+        planned = RunConfig.model_validate(decode_json(str(config_map.get("data")[RENDERED_FILE]))["config"])
+        before, now = (item.model_dump(mode="json", by_alias=True) for item in (planned, config))
+        for section, key in ((name, key) for name in now for key in mapping(now[name]) | mapping(before[name])):
+            value, former = dig(now, section, key), dig(before, section, key)
+            if value not in ("auto", former) and re.fullmatch(f"{_PLANNED}|{_TIMED}", f"{section}.{key}"):
+                changed[f"{section}.{key}"] = f"{section}.{key} is {value}, and was planned as {former}"
+    if changed:
+        level: Level = "error" if any(re.fullmatch(_PLANNED, key) for key in changed) else "warning"
+        fix = "change the run's config, and render again"
+        yield finding("planned-config", config_map, "; ".join(changed.values()), fix, level)
 
 
 def _key(mount: dict[str, Any], volume: dict[str, Any], path: str) -> str:

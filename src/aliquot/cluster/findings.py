@@ -49,18 +49,24 @@ RULES: dict[str, Rule] = {
     "reservation": Rule("error", "Karpenter takes only the capacity reservations that the node class selects"),
     "volume-size": Rule("warning", "the image does not fit on the disk, so the kubelet evicts the pods"),
     "gpu-label": Rule("warning", "the daemonset of NVIDIA's device plugin runs on labelled nodes only"),
-    "region": Rule("error", "a file system is reachable in its own region, and images from another one cost transfer"),
+    "region": Rule(
+        "error", "nodes reach volumes of their own region and zone, and images of another region cost transfer"
+    ),
     # job and nodes together
     "node-selector": Rule("error", "no NodePool makes nodes with the labels that the pods select"),
     "taint": Rule("error", "the pods do not tolerate the taints of the nodes that were made for them"),
-    "request-too-large": Rule("error", "no node of the pool can hold the pod beside its daemonsets: it stays Pending"),
+    "request-too-large": Rule(
+        "error", "a pod stays Pending while no node can hold it beside daemonsets, kubelet and system"
+    ),
     "pool-limit": Rule("error", "the NodePool may not make as many nodes as the job has"),
     "zone-spread": Rule("warning", "traffic between zones is slow and costs money"),
     "efa": Rule("error", "a pod that asks for more EFA interfaces than a node has never schedules"),
     "efa-unused": Rule("warning", "NCCL falls back to TCP over the same network"),
     "locked-memory": Rule("warning", "EFA registers memory, and the kernel refuses pods of the default limit, 8 MiB"),
     # job
-    "processes": Rule("error", "`auto` starts one process per CPU; a plan needs an integer"),
+    "processes": Rule(
+        "error", "every node runs the planned processes: `auto`, and other numbers, have other memory and batches"
+    ),
     "threads": Rule("error", "more threads than CPUs delay each other"),
     "name-too-long": Rule("error", "JobSet's webhook refuses a job whose pods' names would have more than 63 letters"),
     "no-trainer": Rule(
@@ -83,6 +89,10 @@ RULES: dict[str, Rule] = {
     "shm": Rule(
         "error", "a container's own /dev/shm is 64 MiB; DeepSpeed and NCCL end without a message if they need more"
     ),
+    "scratch": Rule(
+        "error", "the root file system of the trainer is read-only, and what it writes must fit its volumes"
+    ),
+    "environment": Rule("warning", "the trainer takes its directories, network and keys from these variables"),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),
     "signals": Rule("error", "a pod that does not get SIGTERM saves nothing, and exit codes decide about a restart"),
@@ -115,6 +125,8 @@ RULES: dict[str, Rule] = {
     ),
     "no-checkpoints": Rule("error", "a lost node costs the whole run"),
     "plan": Rule("warning", "the plan of the run says so, and nodes cost money while it is true"),
+    "planned-config": Rule("error", "the pods, and all numbers of the plan, are those of another config"),
+    "not-applied": Rule("warning", "a job needs all of its objects: nodes, directories, protection from other pods"),
     "config-file": Rule("error", "the pods end with exit code 2 if they do not find a valid config"),
     # storage
     "network-policy": Rule("error", "without a rule that allows them, the ranks of the job never meet"),
@@ -135,7 +147,7 @@ RULES: dict[str, Rule] = {
     "vcpu-quota": Rule("error", "EC2 starts no node beyond the account's quota of running vCPUs"),
     "aws-resource": Rule("error", "nodes or pods that need it never start"),
     "image-pull": Rule("warning", "the NAT gateway costs money for every byte, and all nodes pull at the same time"),
-    "queue": Rule("error", "Kueue keeps a job suspended whose LocalQueue or ClusterQueue is missing"),
+    "queue": Rule("error", "Kueue keeps a job suspended until its queues exist, and admit all of its pods at once"),
     "priority-class": Rule("error", "a pod whose PriorityClass is missing is never created"),
     "service-account": Rule("error", "a pod whose service account is missing is never created"),
     "subnet": Rule("error", "Karpenter needs a subnet of the zone with the discovery tag"),

@@ -13,6 +13,7 @@ from aliquot.cluster.pod import ANCESTOR
 from aliquot.cluster.quantity import parse
 
 NODE = "node"
+SHM = "/dev/shm"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _JOB_SET = "jobset.sigs.k8s.io/jobset-name"
 _POD = ("template", "spec", "template")
@@ -79,8 +80,8 @@ class JobView:
     @property
     def shm(self) -> dict[str, Any] | None:
         """The emptyDir volume at /dev/shm, or None if no volume is mounted there."""
-        mount = self.mount("/dev/shm")
-        return None if mount is None or mount[0].get("mountPath") != "/dev/shm" else mapping(mount[1].get("emptyDir"))
+        mount = self.mount(SHM)
+        return None if mount is None or mount[0].get("mountPath") != SHM else mapping(mount[1].get("emptyDir"))
 
     @property
     def volumes(self) -> dict[str, dict[str, Any]]:

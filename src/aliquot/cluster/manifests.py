@@ -103,14 +103,23 @@ def select_kinds(manifests: Sequence[ManifestObject], *kinds: str) -> list[Manif
 
 
 def read_manifests(path: Path) -> list[ManifestObject]:
-    """Read a file, or all YAML and JSON files in a directory. Raises UserError for a file that is not valid YAML."""
+    """Read a file, or the YAML and JSON files of a directory: those that its kustomization lists, if there is one.
+
+    Raises UserError for a file that is not valid YAML, and for a listed file that is missing.
+    """
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     else:
         files = [path]
     if not files:
         raise ManifestError("no .yaml, .yml or .json file here", path)
-    return [manifest for file in files for manifest in _read(file)]
+    found = {file.name: list(_read(file)) for file in files}
+    lists = [item.get("resources") for items in found.values() for item in items if item.kind == "Kustomization"]
+    names = [str(name) for names in lists if path.is_dir() for name in listed(names)] or list(found)
+    missing = [name for name in names if name not in found and "/" not in name]  # others are directories and URLs
+    if missing:
+        raise ManifestError(f"its kustomization lists {', '.join(missing)}, which is not here", path)
+    return [item for name in names for item in found.get(name, []) if item.kind != "Kustomization"]
 
 
 def is_manifest(path: Path) -> bool:
@@ -152,7 +161,7 @@ def _objects(value: Any, place: str) -> Iterator[ManifestObject]:
             raise ManifestError("`items` of this List is no list", place)
         for item in items:
             yield from _objects(item, place)
-    elif value["kind"] != "Kustomization":
+    else:
         yield ManifestObject(value, place)
 
 

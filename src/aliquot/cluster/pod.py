@@ -33,9 +33,10 @@ def config_map(job: Job) -> Document:
     The config has the planned settings, contains the model's config, and places run directory and cache on the shared
     file system.
     """
+    config = shipped_config(job)
     section = job.section.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    rendered = {"cluster": section, "plan": asdict(job.plan)}
-    data = {CONFIG_FILE: to_yaml(shipped_config(job)), RENDERED_FILE: f"{json.dumps(rendered, indent=1)}\n"}
+    rendered = {"cluster": section, "config": config, "plan": asdict(job.plan)}
+    data = {CONFIG_FILE: to_yaml(config), RENDERED_FILE: f"{json.dumps(rendered, indent=1)}\n"}
     if job.is_proof:
         expected = {
             "nodes": job.plan.nodes,

@@ -15,6 +15,7 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.quantity import GIB
 
 _SPOT_NOTICE_S = 120
+_SPOT_GRACE_S = 90  # of the notice, less the time that the kubelet has beside the trainer
 _SPOT_LOSSES_A_SECOND = 0.2 / (30 * 86400)  # of a node; assumed, as in the offers of `aliquot plan --tokens`
 _MUCH_REPEATED = 0.01  # of the time of a run
 _NO_PATHS = ("stdlib", "auto", "never")
@@ -63,6 +64,7 @@ def _saves(job: Job) -> list[_Row]:
     spot, is_fsx = "spot" in job.section.capacity, storage.kind != "claim"
     rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
     needed_s, interval_s = plan.step_s + plan.save_s, plan.save_steps * plan.step_s
+    is_in_time = needed_s <= _SPOT_GRACE_S
     repeated = plan.nodes * _SPOT_LOSSES_A_SECOND * (interval_s or plan.total_s) / 2
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
@@ -77,15 +79,20 @@ def _saves(job: Job) -> list[_Row]:
             f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system",
         )),
         ("checkpoint.grace_s", Check(
-            spot and job.grace_s > _SPOT_NOTICE_S, "grace",
+            spot and job.grace_s > _SPOT_NOTICE_S and is_in_time, "grace",
             f"{settings.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
-            "at most 90 on spot nodes", "warning",
+            f"checkpoint.grace_s: {_SPOT_GRACE_S}", "warning",
         )),
         ("checkpoint.grace_s", Check(
-            needed_s > settings.grace_s and (not spot or repeated > _MUCH_REPEATED), "grace",
+            needed_s > settings.grace_s and (not spot or is_in_time), "grace",
             f"{settings.grace_s:g} s; a step and a save take {needed_s:.0f} s by the plan ({rate})",
-            "a longer checkpoint.grace_s where the nodes wait as long, or a faster file system (cluster.storage)",
-            "warning",
+            f"checkpoint.grace_s: at least {math.ceil(needed_s)}, or a faster file system (cluster.storage)", "warning",
+        )),
+        ("checkpoint.every", Check(
+            spot and not is_in_time and repeated > _MUCH_REPEATED, "grace",
+            f"a step and a save take {needed_s:.0f} s by the plan ({rate}), and a spot node is gone {_SPOT_NOTICE_S} s"
+            f" after its notice: repeated steps take {repeated:.0%} of the run, whatever checkpoint.grace_s is",
+            "save more often (checkpoint.every), a faster file system (cluster.storage), or on-demand nodes", "warning",
         )),
         ("cluster.storage", Check(
             is_fsx and storage.deployment_type == "SCRATCH_2" and settings.mirror is None, "storage-safety",

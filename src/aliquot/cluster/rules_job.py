@@ -73,12 +73,12 @@ def check_job(job: JobView, twin: Job | None) -> Iterator[RuleFinding]:
     if len(name) > most:
         message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
         yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
-    parts = (_trainer(job), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
+    parts = (_trainer(job, twin is not None), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
     for findings in (*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan)):
         yield from findings
 
 
-def _trainer(job: JobView) -> Iterator[RuleFinding]:
+def _trainer(job: JobView, is_rendered: bool) -> Iterator[RuleFinding]:
     spec = mapping(job.manifest.get("spec"))
     if "trainer" not in spec:
         yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
@@ -87,7 +87,7 @@ def _trainer(job: JobView) -> Iterator[RuleFinding]:
         runtime = f"{reference.get('kind', 'ClusterTrainingRuntime')}/{reference.get('name')}"
         message = f"runtimeRef names {runtime}, which is not among the manifests"
         fix = did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0)
-        yield finding("runtime", job.manifest, message, fix, "error" if job.other_runtimes else None)
+        yield finding("runtime", job.manifest, message, fix, "error" if is_rendered or job.other_runtimes else None)
     else:
         yield from _runtime(job, job.runtime)
     yield from judge_fields(_TRAIN_JOB, job.manifest.get(), job.manifest)
@@ -168,8 +168,7 @@ def _resources(job: JobView) -> Iterator[RuleFinding]:
 
 def _memory(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     """Check the memory of a pod, and of its /dev/shm, against the plan."""
-    shm_needed = plan.shm_bytes_per_node if plan is not None else 0
-    needed = shm_needed
+    needed = plan.shm_bytes_per_node if plan is not None else 0
     if plan is not None and plan.device == "cpu":
         needed += plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes
     limit, shm = parse(job.limits.get("memory")), job.shm
@@ -183,18 +182,12 @@ def _memory(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
             f"the limit is {float(limit or 0) / GIB:.1f} GiB, the plan needs {needed / GIB:.1f}",
             "a larger type, more nodes, or the settings that `aliquot plan` names",
         ),
-        Check(
-            shm is None and shm_needed > _SHM_DEFAULT_BYTES,
-            "shm",
-            f"the plan needs {shm_needed / GIB:.2f} GiB of /dev/shm",
-            _SHM_FIX,
-        ),
         Check(shm is None and several, "shm", "several GPUs a pod, and /dev/shm is not mounted", _SHM_FIX, "warning"),
         Check(shm is not None and shm.get("medium") != "Memory", "shm", "/dev/shm is not in memory", "medium: Memory"),
         Check(
-            size is not None and size < max(shm_needed, _SHM_DEFAULT_BYTES),
+            size is not None and size < _SHM_DEFAULT_BYTES,
             "shm",
-            f"/dev/shm has {float(size or 0) / GIB:.2f} GiB; the plan needs {shm_needed / GIB:.2f}, default: 0.06",
+            f"/dev/shm has {float(size or 0) / MIB:.0f} MiB, less than the default of 64 MiB",
             _SHM_FIX,
         ),
         Check(
@@ -307,7 +300,7 @@ def _deadline(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     specs = [dig(spec, *path) for _, spec in job_specs(job.runtime) for path in ((), ("template", "spec"))]
     for spec in [job.manifest.get("spec"), *specs]:
         seconds = mapping(spec).get(_DEADLINE)
-        if isinstance(seconds, int) and (plan is None or seconds < plan.total_s):
-            takes = "" if plan is None else f"; the plan takes {plan.total_s:.0f} s"
+        if isinstance(seconds, int) and (plan is None or not plan.steps or seconds < plan.total_s):
+            takes = f"; the plan takes {plan.total_s:.0f} s" if plan is not None and plan.steps else ""
             fix = f"leave {_DEADLINE} out, or set it far above the duration of the run"
             yield finding("deadline", job.manifest, f"{_DEADLINE} ends the job after {seconds} s{takes}", fix)

@@ -34,7 +34,7 @@ _DEFAULT_NAMESPACE = ("Namespace", "default")  # exists on every cluster
 
 
 def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    used = {reference for job in jobs for reference in _references(job)}
+    used = {reference for job in jobs for reference in references(job)}
     used |= {("Namespace", item.namespace) for item in manifests}
     for job in jobs:
         if (runtime := job.runtime) is not None:  # a runtime outside the manifests may define the volumes
@@ -42,11 +42,11 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
             if runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
                 yield _namespaces_differ(job, runtime)
         yield from _keys(job, manifests)
-        for kind, name in dict.fromkeys(_references(job)):
+        for kind, name in dict.fromkeys(references(job)):
             yield from _reference(job, kind, name, used, manifests)
 
 
-def _references(job: JobView) -> Iterator[tuple[str, str]]:
+def references(job: JobView) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each object that the job and its pods need."""
     references = [(kind, value) for kind, path in _REFERENCES for _, value in values(job.pod, path.split("/"))]
     references += [("LocalQueue", job.queue), ("Namespace", job.manifest.get("metadata", "namespace"))]

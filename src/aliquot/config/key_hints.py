@@ -252,11 +252,12 @@ def suggestion(keys: KeyPath, value: object) -> str:
     answer = answer or hint(".".join(keys))
     if answer is not None:
         return f"; {answer}"
-    if place := place_of(name):
+    if place := place_of(name, also_optional=not section):
         return f"; did you mean {place}?"
     if near:
         return f"; did you mean {spellings[near[0]]}?"
-    if near := difflib.get_close_matches(name, sorted(siblings), 1, _MIN_SIMILARITY_IN_SECTION):
+    longer = [key for key in siblings if set(name.split("_")) <= set(key.split("_"))]
+    if near := difflib.get_close_matches(name, siblings, 1, _MIN_SIMILARITY_IN_SECTION) or longer:
         return f"; did you mean {siblings[near[0]]}?"
     if section and len(siblings) <= _MAX_LISTED and siblings:
         return f"; keys of {'.'.join(section)}: {', '.join(siblings)}"
@@ -273,10 +274,15 @@ def argument_for(name: str, value: str | None) -> str:
     return hint(plain) or ""
 
 
-def place_of(name: str) -> str | None:
-    """Return the dotted key called `name` if only one section has it, among the sections that all runs have."""
-    sections = [path[0] for path in known_keys() if path[1:] == (name,) and path[0] not in _OPTIONAL_SECTIONS]
-    return f"{sections[0]}.{name}" if len(sections) == 1 else None
+def place_of(name: str, also_optional: bool = False) -> str | None:
+    """Return the dotted key called `name` if only one section has it, among the sections that all runs have.
+
+    With `also_optional`, a key that none of these sections has may be in another section.
+    """
+    sections = [path[0] for path in known_keys() if path[1:] == (name,)]
+    common = [section for section in sections if section not in _OPTIONAL_SECTIONS]
+    places = common or (sections if also_optional else [])
+    return f"{places[0]}.{name}" if len(places) == 1 else None
 
 
 def hint(name: str) -> str | None:
@@ -325,7 +331,7 @@ def _choices(section: str) -> dict[str, tuple[Any, ...]]:
 @cache
 def known_keys() -> list[KeyPath]:
     """Return the path of every key in the schema: sections, their keys, and keys of nested sections and of lists."""
-    return list(_keys_below(RunConfig, ()))
+    return list(dict.fromkeys(_keys_below(RunConfig, ())))
 
 
 def _keys_below(model: type[BaseModel], prefix: KeyPath) -> Iterator[KeyPath]:

@@ -263,6 +263,16 @@ class Plan:
             all_gpus = f"launch.ranks={self.gpus_per_node}, or cluster.ranks_per_node={self.gpus_per_node}"
             gpus = count_of(self.gpus_per_node, "GPU")
             lines.append(f"the run uses {self.ranks_per_node} of {gpus} of each node; all with {all_gpus}")
+        threads = self.ranks_per_node * self.threads_per_rank
+        if (
+            self.device == "cpu"
+            and self.instance is not None
+            and 2 * threads <= (cores := instance(self.instance).physical_cores)
+        ):
+            lines.append(
+                f"the run uses {threads} of {cores} cores of each node: leave launch.threads_per_rank out, or take more"
+                " ranks (cluster.ranks_per_node)"
+            )
         if self.steps and self.saving_s > max(_MUCH_SAVING_S, self.steps * self.step_s):
             lines.append(
                 f"saves take {duration(self.saving_s)}, longer than all steps: save less often (checkpoint.every), or"
