@@ -246,7 +246,21 @@ CASES = {
         ),
         Case("llama-int8-base", {"model_type": "llama", **WIDE}, adapter=INT8, checkpointing="selective"),
         Case("qwen2-tied-nf4-bf16", {"model_type": "qwen2", **WIDE}, adapter=NF4, precision="bf16"),
-        Case("gpt2-nf4", {"model_type": "gpt2", **WIDE, **NO_DROPOUT}, adapter=NF4),
+        Case("gpt2-nf4", {"model_type": "gpt2", **WIDE, **NO_DROPOUT}, adapter=NF4, steps=FAR),
+        Case("qwen3-nf4", {"model_type": "qwen3", **WIDE}, adapter=NF4, steps=FAR),
+        Case(
+            "mixtral-nf4",
+            {"model_type": "mixtral", "num_local_experts": 4, **WIDE},
+            # With all-linear, peft takes the experts' matrices as linear layers of twice the rank.
+            adapter=AdapterSection(r=5, alpha=20, base="nf4", experts=True, target_modules=["q_proj", "v_proj"]),
+            steps=FAR,
+        ),
+        Case(
+            "gemma3-nf4",
+            {"model_type": "gemma3_text", **WIDE, "sliding_window": 6, "query_pre_attn_scalar": 8},
+            adapter=NF4,
+            steps=FAR,
+        ),
         Case("moe-nf4", {"model_type": "qwen3_moe", **WIDE, **EXPERTS}, adapter=NF4_OF_EXPERTS, steps=FAR),
         Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA_OF_EXPERTS, steps=3),
     ]

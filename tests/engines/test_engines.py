@@ -128,37 +128,38 @@ def result(folder: Path, name: str, rank: int = 0) -> dict[str, list[float]]:
 
 
 def assembled(folder: Path, name: str, when: str, world_size: int, kind: str = "weight") -> dict[str, Tensor]:
-    """Whole flat tensors out of the ranks' parts; fails where parts overlap."""
-    pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    for rank in range(world_size):
-        for key, values in load_file(folder / f"{name}-{when}-{rank}.safetensors").items():
-            part_kind, tensor, start = key.split("/")
-            if part_kind == kind:
-                pieces.setdefault(tensor, []).append((int(start), values))
+    """Whole flat tensors out of the ranks' parts; fails where parts overlap, but each host may have a frozen weight."""
+    files = [load_file(folder / f"{name}-{when}-{rank}.safetensors") for rank in range(world_size)]
+    learned = {key.split("/")[1] for parts in files for key in parts if key.startswith("exp_avg/")}
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for key, values in (part for parts in files for part in parts.items()):
+        part_kind, tensor, start = key.split("/")
+        if part_kind == kind:
+            again = pieces.setdefault(tensor, {}).setdefault(int(start), values)
+            assert again is values or (tensor not in learned and values.equal(again))
     whole = {}
     for tensor, found in pieces.items():
-        found.sort(key=lambda piece: piece[0])
         end = 0
-        for start, values in found:
+        for start, values in sorted(found.items()):
             assert start == end
             end += values.numel()
-        whole[tensor] = torch.cat([values for _, values in found])
+        whole[tensor] = torch.cat([values for _, values in sorted(found.items())])
     return whole
 
 
-def check_curve(folder: Path, name: str) -> dict[str, Tensor]:
+def check_curve(folder: Path, name: str, norm_error: float = 1e-4) -> dict[str, Tensor]:
     """Compare the losses and norms of a run with those of the plain loop, and return the weights of that loop."""
     losses, norms, weights = plain_loop(name, bf16=False)
     ours = result(folder, name)
     # fp32 sums in another order differ by about 1e-7 a step; 20 clipped Adam steps amplify that less than 100 times.
     assert ours["losses"] == pytest.approx(losses, rel=1e-5), name
-    assert ours["norms"] == pytest.approx(norms, rel=1e-4), name
+    assert ours["norms"] == pytest.approx(norms, rel=norm_error), name
     return weights
 
 
-def check_run(folder: Path, name: str, world_size: int) -> None:
+def check_run(folder: Path, name: str, world_size: int, norm_error: float = 1e-4) -> None:
     """Compare losses, norms and final weights of a run with those of the plain loop."""
-    weights, final = check_curve(folder, name), assembled(folder, name, "final", world_size)
+    weights, final = check_curve(folder, name, norm_error), assembled(folder, name, "final", world_size)
     for tensor, weight in weights.items():
         torch.testing.assert_close(final[tensor], weight.flatten(), rtol=1e-3, atol=1e-4)
 

@@ -57,6 +57,10 @@ class ModelShape:
         return sum(map(numel, self.learned))
 
     @cached_property
+    def compressed_numel(self) -> int:
+        return sum(numel(weight) * len(kind.positions) for kind in self.kinds for weight in kind.compressed)
+
+    @cached_property
     def alike(self) -> Counter[Shape]:
         """Return the number of trained weights of each shape."""
         return Counter(self.learned)

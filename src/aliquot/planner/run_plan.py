@@ -143,6 +143,7 @@ class RunPlan:
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
+        stored += (layout.nodes - 1) * self.shape.compressed_numel  # each node loads all of them
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,

@@ -53,7 +53,10 @@ class PartSource(Protocol):
     """A source of this rank's parts. Callers read values as fp32 CPU tensors, piece by piece."""
 
     def parts(self) -> Sequence[Part]:
-        """Return this rank's parts. The parts of all ranks cover each element of each (name, kind) exactly once."""
+        """Return this rank's parts. The parts of all ranks cover each element of each (name, kind) exactly once.
+
+        Frozen weights may be an exception: the ranks of each host then cover the weight.
+        """
         ...
 
     def read(self, part: Part, start: int, out: Tensor) -> None:

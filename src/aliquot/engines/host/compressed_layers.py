@@ -1,9 +1,10 @@
 """Frozen weights of decoder layers in 8 or 4 bits, decoded into shared memory for each use of a layer.
 
-There is one compressed copy per NUMA node. Two buffers of a layer's size hold decoded weights: of the layer that
-computes, and of the layer that other ranks may still use. The ranks of a NUMA node divide the decoding of a layer, so
-that each weight is decoded once for all of them. Forward and backward passes each decode a layer once; recomputation
-in the backward pass uses the same decoded weights. A GPU decodes the codes itself (compute_device.py).
+There is one compressed copy per NUMA node; the ranks of each host load all of it. Two buffers of a layer's size hold
+decoded weights: of the layer that computes, and of the layer that other ranks may still use. The ranks of a NUMA node
+divide the decoding of a layer, so that each weight is decoded once for all of them. Forward and backward passes each
+decode a layer once; recomputation in the backward pass uses the same decoded weights. A GPU decodes the codes itself
+(compute_device.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _DECODED, _USED = 0, 1  # counters of a rank: decoded layers, and started uses o
 _BUFFERS = 2
 
 
-def choose_compressed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -> Layers:
+def choose_compressed(model: nn.Module, spec: EngineSpec) -> Layers:
     """Return each decoder layer that has weights in `spec.compressed`, and the indices of these weights.
 
     Raises EngineError if this run does not support compressed weights.
@@ -39,9 +40,10 @@ def choose_compressed(model: nn.Module, spec: EngineSpec, several_hosts: bool) -
         name for name, parameter in model.named_parameters() if not parameter.requires_grad
     ):  # all weights of a start-up proof are trained
         return []
-    obstacles = {"several hosts": several_hosts, "a model that takes one document per call": not spec.packs}
-    if why := next((obstacle for obstacle, applies in obstacles.items() if applies), None):
-        raise EngineError(f"adapter.base: {spec.base} does not run with {why}: use adapter.base: bf16")
+    if not spec.packs:
+        raise EngineError(
+            f"adapter.base: {spec.base} does not run with a model that takes one document per call: use bf16"
+        )
     indices = {id(weight): at for at, (name, weight) in enumerate(model.named_parameters()) if name in spec.compressed}
     return [
         (layer, [indices[id(weight)] for weight in layer.parameters() if id(weight) in indices])

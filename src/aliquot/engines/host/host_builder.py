@@ -43,19 +43,20 @@ class HostComponents:
 
     def __init__(self, model: nn.Module, spec: EngineSpec, hosts: Hosts, topology: Topology) -> None:
         """Construct all components and place the model's parameters in shared memory. Collective."""
+        streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
+        compressed_layers = choose_compressed(model, spec)
+        compressed = {index for _, indices in compressed_layers for index in indices}
         self.weights = weights = [
             Weight(
                 name,
                 tuple(parameter.shape),
-                row_ranges(tuple(parameter.shape), topology.world_size),
+                _ranges(tuple(parameter.shape), hosts, on_each_host=index in compressed),
                 parameter.requires_grad,
                 torch.float32 if name in spec.exact else spec.compute_dtype,
                 rate_ratio(name, spec.loraplus_lr_ratio),
             )
-            for name, parameter in model.named_parameters()
+            for index, (name, parameter) in enumerate(model.named_parameters())
         ]
-        streamed_layers = choose_streamed(model, spec, several_hosts=hosts.wire is not None)
-        compressed_layers = choose_compressed(model, spec, several_hosts=hosts.wire is not None)
         device = torch.device(topology.device)
         streamed = frozenset(index for _, indices in streamed_layers for index in indices)
 
@@ -129,6 +130,13 @@ class HostComponents:
         if self.disk is not None and streamed_layers:
             wait_updated = None if self.overlapped is None else self.overlapped.wait_updated_here
             self.streamed = StreamedLayers(hosts.peers, serve, self.disk, shards, streamed_layers, wait_updated)
+
+
+def _ranges(shape: tuple[int, ...], hosts: Hosts, on_each_host: bool) -> tuple[tuple[int, int], ...]:
+    """Divide a weight among all ranks, or among the ranks of each host, because hosts do not exchange it."""
+    members = {rank: member for ranks in hosts.table for member, rank in enumerate(ranks)}
+    ranges = row_ranges(shape, hosts.peers.size if on_each_host else len(members))
+    return tuple(ranges[members[rank] if on_each_host else rank] for rank in range(len(members)))
 
 
 def parameter_index(model: nn.Module, parameter: nn.Parameter) -> int:

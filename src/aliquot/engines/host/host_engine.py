@@ -272,7 +272,9 @@ class HostEngine(ModelEngine):
         if self._components.publication is None:
             self._hosts.peers.barrier()
             return
-        weights = self._components.forward_order.all
+        compressed = self._components.compressed
+        absent = frozenset[int]() if compressed is None else compressed.weights
+        weights = [index for index in self._components.forward_order.all if index not in absent]
         self._components.publication.begin(weights, raw=True)
         for index in weights:
             self._components.publication.mark_updated(index)

@@ -111,11 +111,10 @@ def decoding_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> 
     base = _base(config)
     if base == "bf16":
         return 0.0
-    elements = sum(sum(map(numel, kind.compressed)) * len(kind.positions) for kind in shape.kinds)
     if layout.device == "cuda":
-        return elements * _DECODED_BYTES_ON_GPU
+        return shape.compressed_numel * _DECODED_BYTES_ON_GPU
     ranks_per_numa_node = layout.ranks_per_node / min(layout.numa_nodes, layout.ranks_per_node)
-    return elements * _DECODED_BYTES[base] / ranks_per_numa_node
+    return shape.compressed_numel * _DECODED_BYTES[base] / ranks_per_numa_node
 
 
 def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> RankMemory:
