@@ -127,6 +127,7 @@ def test_best_is_kept_and_exported_and_patience_ends_run(tmp_path: Path, ranks: 
     assert retained == {f"step-{best:08d}", f"step-{last:08d}", "best"}
     assert (directory / "checkpoints" / "best").readlink() == Path(f"step-{best:08d}")
     assert evaluation_loss(directory / "export", file) == pytest.approx(losses[best], rel=1e-5)
+    assert f"step-{best:08d} to" in command("export", directory, tmp_path / "again").stdout
     events = [json.loads(line)["event"] for line in (directory / "events.jsonl").read_text().splitlines()]
     assert "stopped_early" in events and events[-1] == "end"
 

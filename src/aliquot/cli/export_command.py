@@ -17,7 +17,10 @@ from aliquot.core.errors import UsageError
 def command(
     checkpoint: Annotated[
         str,
-        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, its URL, or a run directory: its newest checkpoint."),
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, its URL, or a run directory: its best checkpoint, if it keeps one, or the newest.",
+        ),
     ],
     out_dir: Annotated[
         Path, typer.Argument(metavar="OUT_DIR", help="The directory to write, which must be new or empty.")
@@ -81,11 +84,12 @@ def command(
 
 
 def _checkpoint(directory: Path) -> Path:
-    """Return `directory`, or the newest complete checkpoint of the run in `directory`.
+    """Return `directory`, or of the run in `directory` the checkpoint that the run itself exports: the best, or newest.
 
     Raises UsageError if `directory` is missing or an export; the error names the checkpoints to give.
     """
     from aliquot.checkpoint.directories import directories, newest
+    from aliquot.checkpoint.retention import BEST
 
     if not directory.is_dir():
         names = ", ".join(path.name for path in directories(directory.parent))
@@ -95,6 +99,8 @@ def _checkpoint(directory: Path) -> Path:
         raise UsageError(f"this is an export, not a checkpoint: give {choice}", directory)
     if not directories(directory / "checkpoints"):
         return directory
+    if (best := directory / "checkpoints" / BEST).is_dir():
+        return best.resolve()
     if (checkpoint := newest(directory / "checkpoints")) is None:
         raise UsageError("this run has no complete checkpoint", directory)
     return checkpoint
