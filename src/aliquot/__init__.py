@@ -51,6 +51,7 @@ __all__ = [
     "generate",
     "load_sharded",
     "load_zero3",
+    "losses",
     "plan",
     "read_config",
     "read_evaluation_config",

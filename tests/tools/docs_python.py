@@ -40,6 +40,10 @@ def _entry(entry: re.Match[str]) -> str:
     if inspect.isclass(exported):
         options = (yaml.safe_load(entry["options"]) or {}).get("options", {})
         lines = [f"class {name}", *_members(exported, options.get("members", True))]
+    elif inspect.ismodule(exported):
+        functions = inspect.getmembers(exported, inspect.isfunction)
+        own = [(each, function) for each, function in functions if function.__module__ == exported.__name__]
+        lines = [_signature(f"{name}.{each}", function) for each, function in own]
     else:
         lines = [_signature(name, exported)]
     purpose = " ".join((inspect.getdoc(exported) or "").split("\n\n")[0].split())

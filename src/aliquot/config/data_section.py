@@ -178,7 +178,7 @@ class DataSection(RecordsSection):
     """Several evaluation sets, with a loss for each: a list of `name` and the keys of a source."""
     num_proc: PositiveInt | None = None
     """Processes that tokenise. Default: the physical cores; with streaming, 1 for each source. Records with
-    answers of megabytes take 1 GiB of memory in each process, and records of more than 4 MiB are left out."""
+    answers of megabytes take 1 GiB of memory in each process."""
     cache_directory: Annotated[Path | None, PATH] = None
     """Default: $ALIQUOT_CACHE, else ~/.cache/aliquot."""
 
