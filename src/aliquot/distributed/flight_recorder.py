@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,6 @@ from aliquot.distributed.rank_errors import RankError, bounded_value, end_rank
 
 _ENTRIES = "2000"  # collectives that the recorder keeps
 _LATER_S = 60.0  # torch ends the process this much later than the watchdog of steps, which names the collective
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective that this rank has enqueued and that has not ended."""
-
-    description: str  # for an error line: its number in its group of ranks, its name and its inputs
-    age_s: float  # since it was enqueued
 
 
 def record_collectives(directory: Path | None) -> None:
@@ -84,11 +75,11 @@ def _end_unconnected(timeout_s: float) -> None:
     end_rank(RankError(dist.get_rank(), "training", message, f"{message}\n", time.time()))
 
 
-def oldest_pending() -> Collective | None:
-    """Return the unfinished NCCL collective of this process that was enqueued first; None without NCCL."""
+def _oldest_pending() -> str:
+    """Describe the unfinished NCCL collective of this process that was enqueued first; an empty text without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)  # only in torch with CUDA
     if dump is None:
-        return None
+        return ""
     record = json.loads(dump(includeCollectives=True, onlyActive=True))
     # The recorder never learns the end of a collective that belongs to a coalesced one, but it counts the ends.
     completed = {group: int(status["last_completed_collective"]) for group, status in record["pg_status"].items()}
@@ -98,15 +89,15 @@ def oldest_pending() -> Collective | None:
         if not entry["is_p2p"] and entry["collective_seq_id"] > completed.get(str(entry["pg_id"]), -1)
     ]
     if not pending:
-        return None
+        return ""
     first = min(pending, key=lambda entry: entry["time_created_ns"])
     inputs = zip(first["input_dtypes"], first["input_sizes"], strict=False)
     texts = ", ".join(f"{dtype}{size}" for dtype, size in inputs)
-    description = f"collective {first['collective_seq_id']}, {first['profiling_name']} of {texts},"
-    return Collective(description, time.time() - first["time_created_ns"] / 1e9)
+    age_s = time.time() - first["time_created_ns"] / 1e9
+    name = f"collective {first['collective_seq_id']}, {first['profiling_name']}"
+    return f"; {name} of {texts}, has not ended for {age_s:.0f} s"
 
 
 def describe_pending() -> str:
     """Return text for an error line about a hang: the collective that this rank waits for, or an empty text."""
-    pending = bounded_value(oldest_pending, None)
-    return "" if pending is None else f"; {pending.description} has not ended for {pending.age_s:.0f} s"
+    return bounded_value(_oldest_pending, "")

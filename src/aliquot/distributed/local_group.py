@@ -13,12 +13,8 @@ from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError as ElasticRendezvousError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from aliquot.core.errors import RendezvousError
@@ -108,42 +104,23 @@ def run_local_ranks(ranks: int, group: NodeGroup, program: RankProgram, round: i
     return Ended(0)
 
 
-class AgentRendezvous(RendezvousHandler):
+class AgentRendezvous(StaticTCPRendezvous):
     """Give torch's elastic agent the store in which the launchers have already joined; the ranks use it as well.
 
-    This class replaces torch's handlers, which open a store that listens on every address. torch's handler `c10d` also
-    unpickles values of that store.
+    torch's handlers open a store that listens on every address. torch's handler `c10d` also unpickles values of that
+    store.
     """
 
     def __init__(self, group: NodeGroup) -> None:
-        self._group = group
+        super().__init__(group.address, group.port, group.node, group.nodes, group.run_id, timeout=0)
+        self._agents = group.store.with_prefix("agents")
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        group = self._group
-        bootstrap = RendezvousStoreInfo(group.address, group.port)
-        return RendezvousInfo(group.store.with_prefix("agents"), group.node, group.nodes, bootstrap)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._group.run_id
-
-    def shutdown(self) -> bool:
-        return True
+        bootstrap = RendezvousStoreInfo(self.master_addr, self.master_port)
+        return RendezvousInfo(self._agents, self.rank, self.world_size, bootstrap)
 
 
 rendezvous_handler_registry.register(_BACKEND, lambda parameters: AgentRendezvous(parameters.config[_GROUP]))

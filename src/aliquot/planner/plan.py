@@ -313,12 +313,9 @@ class Plan:
     def as_record(self) -> dict[str, Any]:
         """Return `as_json` plus the peak of each phase: the form in `ledger.json` and in the events of a run."""
         return self.as_json() | {
-            "peak_bytes": self._peaks(self.phases),
-            "host_peak_bytes": self._peaks(self.host_phases),
+            name: {phase.name: phase.per_rank(self.ranks_per_node) for phase in phases}
+            for name, phases in (("peak_bytes", self.phases), ("host_peak_bytes", self.host_phases))
         }
-
-    def _peaks(self, phases: tuple[PhaseMemory, ...]) -> dict[str, int]:
-        return {phase.name: phase.per_rank(self.ranks_per_node) for phase in phases}
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields and derived values, under the names that `aliquot plan --json` prints."""

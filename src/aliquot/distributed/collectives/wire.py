@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -110,10 +110,13 @@ class Transfers:
         self._thread = threading.Thread(target=self._wait, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, work: dist.Work, lost: Exception) -> Future[None]:
-        """Return a future that completes with `work`, and raises `lost` if the transfer fails."""
+    def add(self, work: dist.Work | None, lost: Exception) -> Future[None]:
+        """Return a future that completes with `work`, and raises `lost` if the transfer fails.
+
+        torch returns None only to a rank outside of the group.
+        """
         future: Future[None] = Future()
-        self._pending.put((work, future, lost))
+        self._pending.put((cast("dist.Work", work), future, lost))
         return future
 
     def close(self) -> None:
@@ -163,7 +166,7 @@ class Wire:
         self._groups = connect_groups(tuple(sorted(ranks)), connections)
         # If a host ends in the middle of a message, gloo waits for the rest of the message without end. A new send to
         # that host fails, however. So a rank that waits long sends probes, with a tag that no rank receives.
-        self._probes: list[dist.Work] = []
+        self._probes: list[dist.Work | None] = []
         self._probed_at = 0.0
         self._sent: Counter[int] = Counter()  # number of messages sent to every host
         self._received: Counter[int] = Counter()
@@ -173,16 +176,13 @@ class Wire:
         """Send `tensor`, which must not change until the future is done. The call and the future may raise PeerLost."""
         self.sent_bytes += tensor.nbytes
         with self._reaching(host) as lost:
-            work = dist.isend(_bytes(tensor), self._ranks[host], group=self._next(self._sent, host))
-            assert work is not None
-            return self._sending.add(work, lost)
+            return self._sending.add(dist.isend(_bytes(tensor), self._ranks[host], self._next(self._sent, host)), lost)
 
     def receive(self, buffer: Tensor, host: int) -> Future[None]:
         """Receive the next message from `host` into `buffer`, which may be longer. Raises PeerLost like `send`."""
         with self._reaching(host) as lost:
-            work = dist.irecv(_bytes(buffer), self._ranks[host], group=self._next(self._received, host))
-            assert work is not None
-            return self._receiving.add(work, lost)
+            group = self._next(self._received, host)
+            return self._receiving.add(dist.irecv(_bytes(buffer), self._ranks[host], group), lost)
 
     def wait(self, transfer: Future[None]) -> None:
         """Wait for a transfer. Raises PeerLost if the rank at the other end has ended."""
@@ -218,11 +218,8 @@ class Wire:
     def _send_probes(self) -> None:
         for host in self.peer_hosts:
             with self._reaching(host):
-                work = dist.isend(
-                    torch.zeros(1, dtype=torch.uint8), self._ranks[host], group=self._groups[0], tag=_PROBE_TAG
-                )
-                assert work is not None
-                self._probes.append(work)
+                probe = torch.zeros(1, dtype=torch.uint8)
+                self._probes.append(dist.isend(probe, self._ranks[host], self._groups[0], _PROBE_TAG))
 
     def compare(self, sent: Mapping[int, Tally], received: Mapping[int, Tally]) -> None:
         """Raise SelfTestError unless the received gradients have the checksums of the senders. Collective."""
