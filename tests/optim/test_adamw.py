@@ -23,8 +23,9 @@ from aliquot.config.train_section import REFUSED, SETTINGS, TrainSection
 from aliquot.core.errors import ConfigError
 from aliquot.optim import adamw
 from aliquot.optim.adamw import BlockedAdamW, FlatShard, ShardedAdamW, decays
+from aliquot.optim.flat_values import ExactValues
 from aliquot.optim.gradient_norm import squared_norms
-from aliquot.optim.master_weights import PairedWeights, SplitWeights, WholeWeights
+from aliquot.optim.master_weights import PairedWeights, SplitWeights
 from aliquot.optim.moments import moment
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 from aliquot.optim.schedule import Schedule, warmup
@@ -39,9 +40,9 @@ def test_blocked_adamw_equals_torch_adamw_with_clipping(monkeypatch: pytest.Monk
     gradient = torch.zeros(1000)
     if kind != "whole":
         split = SplitWeights if kind == "split" else PairedWeights
-        weights: WholeWeights | SplitWeights = split(torch.zeros(1000, dtype=torch.bfloat16))
+        weights: ExactValues | SplitWeights = split(torch.zeros(1000, dtype=torch.bfloat16))
     else:
-        weights = WholeWeights(torch.zeros(1000))
+        weights = ExactValues(torch.zeros(1000))
     weights.store(0, start)
     moments = [moment("fp32", 1000, 10, squared) for squared in (False, True)]
     shard = FlatShard(weights, *moments, gradient, True, 0)
@@ -72,7 +73,9 @@ def test_update_by_a_norm_on_the_device_equals_that_by_a_known_norm() -> None:
             norm = torch.stack([weight.grad.double().norm() for weight in weights]).norm()  # type: ignore[union-attr]
             optimizer.step(1e-2, norm if on_device else float(norm), limit)
             assert all(weight.grad is None for weight in weights)
-        results.append([*weights, *(optimizer.moment(at, kind) for at in (0, 1) for kind in ("exp_avg", "exp_avg_sq"))])
+        results.append(
+            [*weights, *(optimizer.moment(weight, kind) for weight in weights for kind in ("exp_avg", "exp_avg_sq"))]
+        )
     for known, unknown in zip(*results, strict=True):
         torch.testing.assert_close(unknown, known, rtol=1e-6, atol=1e-7)
 
@@ -84,7 +87,7 @@ def test_frugal_states_do_not_depend_on_sharding(states: str) -> None:
     def run(edges: list[int]) -> torch.Tensor:
         shards = []
         for a, b in pairwise(edges):
-            weights = WholeWeights(start.view(-1)[a * 512 : b * 512].clone())
+            weights = ExactValues(start.view(-1)[a * 512 : b * 512].clone())
             moments = [moment(states, (b - a) * 512, 512, squared) for squared in (False, True)]
             shard_gradient = gradient.view(-1)[a * 512 : b * 512].bfloat16()
             shards.append(FlatShard(weights, *moments, shard_gradient, True, a * 512))

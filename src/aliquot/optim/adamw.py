@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.machine.torch_compile import compile_function, inductor_options
+from aliquot.optim.flat_values import ExactValues
 from aliquot.optim.gradient_norm import clip_coefficient, clip_on_device
 from aliquot.optim.master_weights import PairedWeights, Weights
-from aliquot.optim.moments import ExactMoment, Moment, Noise
+from aliquot.optim.moments import Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as in transformers' Trainer
@@ -36,13 +37,17 @@ def rate_ratio(name: str, loraplus_lr_ratio: float) -> float:
     return loraplus_lr_ratio if ".lora_B." in name else 1.0
 
 
-def decay_groups(weights: Sequence[Tensor], decays: Sequence[bool], weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameter groups of an optimizer: weights with and without weight decay."""
-    groups = [
-        {"params": [w for w, d in zip(weights, decays, strict=True) if d == decaying], "weight_decay": rate}
-        for decaying, rate in ((True, weight_decay), (False, 0.0))
+def parameter_groups(
+    weights: Sequence[Tensor], decays: Sequence[bool], rate_ratios: Sequence[float], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: weights of one learning rate, with or without weight decay."""
+    groups: dict[tuple[float, bool], list[Tensor]] = {}
+    for weight, ratio, decaying in zip(weights, rate_ratios, decays, strict=True):
+        groups.setdefault((ratio, decaying), []).append(weight)
+    return [
+        {"params": groups[ratio, decaying], "weight_decay": weight_decay if decaying else 0.0, "rate_ratio": ratio}
+        for ratio, decaying in sorted(groups, reverse=True)
     ]
-    return [group for group in groups if group["params"]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class BlockedAdamW:
         self._betas = betas
         self._epsilon = epsilon
         self._weight_decay = weight_decay
-        self._compiled = CompiledUpdate(betas, epsilon) if compiled else None
+        self._kernel = compile_function(_update_halves, dynamic=True, options=inductor_options()) if compiled else None
         self._scratch = torch.empty(SCRATCH_ROWS, longest)
         self._noise = Noise(longest) if frugal else None
 
@@ -95,10 +100,8 @@ class BlockedAdamW:
         if self._noise is not None:
             self._noise.draw(self.steps)
         for shard in shards:
-            done, rate = 0, learning_rate * shard.rate_ratio
-            if self._compiled is not None:
-                decay = self._weight_decay if shard.decays else 0.0
-                done = self._compiled.update(shard, rate, clip, decay, self.steps + 1)
+            rate = learning_rate * shard.rate_ratio
+            done = self._update_whole(shard, rate, clip)
             # A multiple of the block size of int8 moments.
             unit = max(getattr(moment, "block", 1) for moment in (shard.exp_avg, shard.exp_avg_sq))
             size = max(unit, BLOCK // unit * unit)
@@ -122,24 +125,19 @@ class BlockedAdamW:
         shard.exp_avg.store(start, exp_avg, noise)
         shard.exp_avg_sq.store(start, exp_avg_sq, noise)
 
+    def _update_whole(self, shard: FlatShard, learning_rate: float, clip: float) -> int:
+        """Update a whole shard by the compiled kernel, which processes both halves together and reads each value once.
 
-class CompiledUpdate:
-    """A compiled AdamW update of a whole shard, which processes both halves together and reads each value once."""
-
-    def __init__(self, betas: tuple[float, float], epsilon: float) -> None:
-        self._betas = betas
-        self._epsilon = epsilon
-        self._kernel = compile_function(_update_halves, dynamic=True, options=inductor_options())
-
-    def update(self, shard: FlatShard, learning_rate: float, clip: float, weight_decay: float, step: int) -> int:
-        """Update the whole shard and return the number of its elements; 0 if the kernel does not suit its formats."""
+        Return the number of elements; 0 without the kernel, or if it does not suit the formats.
+        """
         weights, exp_avg, exp_avg_sq = shard.weights, shard.exp_avg, shard.exp_avg_sq
-        if not isinstance(weights, PairedWeights) or weights.numel % 2 or not weights.numel:
+        if self._kernel is None or not isinstance(weights, PairedWeights) or weights.numel % 2 or not weights.numel:
             return 0
-        if not isinstance(exp_avg, ExactMoment) or not isinstance(exp_avg_sq, ExactMoment):
+        if not isinstance(exp_avg, ExactValues) or not isinstance(exp_avg_sq, ExactValues):
             return 0
-        beta1, beta2 = self._betas
-        settings = [clip, 1 - beta1, beta2, 1 - beta2, 1 - learning_rate * weight_decay]
+        (beta1, beta2), step = self._betas, self.steps + 1
+        decay = self._weight_decay if shard.decays else 0.0
+        settings = [clip, 1 - beta1, beta2, 1 - beta2, 1 - learning_rate * decay]
         settings += [learning_rate / (1 - beta1**step), math.sqrt(1 - beta2**step), self._epsilon]
         sequences = (weights.high, shard.gradient, exp_avg.values, exp_avg_sq.values)
         halves = [half for values in sequences for half in (values[: weights.half], values[weights.half :])]
@@ -197,11 +195,7 @@ class ShardedAdamW:
             rate_ratios: for each weight, a factor of its learning rate.
         """
         self.weights = list(weights)
-        groups = []
-        for ratio in dict.fromkeys(rate_ratios):
-            places = [at for at, weight_ratio in enumerate(rate_ratios) if weight_ratio == ratio]
-            members = decay_groups([weights[at] for at in places], [decays[at] for at in places], weight_decay)
-            groups += [group | {"rate_ratio": ratio} for group in members]
+        groups = parameter_groups(weights, decays, rate_ratios, weight_decay)
         self._adamw = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
         for weight in self.weights:
             self._adamw.state[weight] = {
@@ -210,9 +204,9 @@ class ShardedAdamW:
                 "exp_avg_sq": torch.zeros_like(weight),
             }
 
-    def moment(self, index: int, kind: str) -> Tensor:
-        """Return the `exp_avg` or `exp_avg_sq` of weight `index`, in the weight's shape."""
-        return cast("Tensor", self._adamw.state[self.weights[index]][kind])
+    def moment(self, weight: Tensor, kind: str) -> Tensor:
+        """Return the `exp_avg` or `exp_avg_sq` of a weight, in the weight's shape."""
+        return cast("Tensor", self._adamw.state[weight][kind])
 
     def set_steps(self, steps: int) -> None:
         """Set the number of completed updates, which Adam's bias correction needs."""

@@ -1,5 +1,8 @@
 """Storage formats for the weights of a flat shard, which are loaded and stored as fp32.
 
+fp32 weights are both the master weights and the weights of forward and backward passes. Frozen bf16 weights have no
+master weights.
+
 A split master weight takes 4 bytes: master = high + low. `high` is the master weight rounded to bf16. All ranks share
 `high`, because forward and backward passes use it. `low` is the int16 distance between the two bit patterns. Ties round
 away from zero, because rounding to even would leave a distance of +32768, which int16 cannot hold.
@@ -12,46 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aliquot.optim.flat_values import Bf16Values, ExactValues
 from aliquot.optim.sizes import low_bytes
-
-
-class WholeWeights:
-    """fp32 weights that are both the master weights and the weights of forward and backward passes.
-
-    `replicas` are copies on other NUMA nodes. `store` also writes the replicas; a direct write to `values` does not.
-    """
-
-    def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
-        self.values = values
-        self.is_alone = not replicas
-        self.numel = values.numel()
-        self._replicas = replicas
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
-        return self.values[start : start + out.numel()]
-
-    def store(self, start: int, values: Tensor) -> None:
-        """Set elements from `start` on, in every replica."""
-        for copy in (self.values, *self._replicas):
-            target = copy[start : start + values.numel()]
-            if target.data_ptr() != values.data_ptr():
-                target.copy_(values)
-
-
-class RoundedWeights:
-    """Frozen bf16 weights without master weights, and replicas on other NUMA nodes. Ties round to even."""
-
-    def __init__(self, values: Tensor, replicas: Sequence[Tensor] = ()) -> None:
-        self.numel = values.numel()
-        self._copies = (values, *replicas)
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        return out.copy_(self._copies[0][start : start + out.numel()])
-
-    def store(self, start: int, values: Tensor) -> None:
-        for copy in self._copies:
-            copy[start : start + values.numel()].copy_(values)
 
 
 class SplitWeights:
@@ -123,4 +88,4 @@ class PairedWeights(SplitWeights):
         return first, self.low[middle - self.half : stop - self.half] if middle < stop else empty
 
 
-Weights = WholeWeights | RoundedWeights | SplitWeights
+Weights = ExactValues | Bf16Values | SplitWeights

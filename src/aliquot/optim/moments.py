@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from aliquot.optim.flat_values import Bf16Values, ExactValues
 from aliquot.optim.sizes import States, block_numel, moment_bytes
 
 _NOISE = 1 << 16  # elements after which the noise repeats
@@ -42,42 +43,10 @@ def moment(states: States, numel: int, row_numel: int, squared: bool, memory: Te
     if memory is None:
         memory = torch.zeros(moment_bytes(states, numel, row_numel), dtype=torch.uint8)
     if states == "fp32" or row_numel == 1:
-        return ExactMoment(memory)
-    return Bf16Moment(memory) if states == "bf16" else Int8Moment(memory, numel, row_numel, squared)
-
-
-class ExactMoment:
-    """A moment of a flat shard, accessed as fp32 values. `start` is an index in the shard."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.values = memory.view(torch.float32)
-        self.size_bytes = memory.nbytes
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        """Return `out.numel()` elements from `start` on, in fp32 `out` or as a view of the stored fp32 memory."""
-        return self.values[start : start + out.numel()]
-
-    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        """Set elements from `start` on, rounded to nearest if `noise` is None, which keeps loaded values."""
-        target = self.values[start : start + values.numel()]
-        if target.data_ptr() != values.data_ptr():
-            target.copy_(values)
-
-
-class Bf16Moment:
-    def __init__(self, memory: Tensor) -> None:
-        self._values = memory.view(torch.bfloat16)
-        self.size_bytes = memory.nbytes
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        return out.copy_(self._values[start : start + out.numel()])
-
-    def store(self, start: int, values: Tensor, noise: Tensor | None = None) -> None:
-        if noise is not None:
-            # Adding noise below the last stored bit, then dropping bits, rounds up with the right probability.
-            bits = values.view(torch.int32).add((noise * 0x10000).to(torch.int32)).bitwise_and_(-0x10000)
-            values = bits.view(torch.float32)
-        self._values[start : start + values.numel()].copy_(values)
+        return ExactValues(memory.view(torch.float32))
+    return (
+        Bf16Values(memory.view(torch.bfloat16)) if states == "bf16" else Int8Moment(memory, numel, row_numel, squared)
+    )
 
 
 class Int8Moment:
@@ -126,7 +95,7 @@ class Int8Moment:
         self._scales[start // self.block : (start + values.numel()) // self.block].copy_(scales)
 
 
-Moment = ExactMoment | Bf16Moment | Int8Moment
+Moment = ExactValues | Bf16Values | Int8Moment
 
 
 def decode_int8(codes: Tensor, scales: Tensor, block: int, squared: bool) -> Tensor:

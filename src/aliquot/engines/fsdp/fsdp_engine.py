@@ -63,7 +63,6 @@ class FsdpEngine(ModelEngine, FlatParts):
         self._shards = local_shards(model, division, topology)
         self._by_name = {shard.name: shard for shard in self._shards}
         self._trainable = [shard for shard in self._shards if shard.parameter.requires_grad]
-        self._states = {shard.name: i for i, shard in enumerate(self._trainable)}  # index in the optimizer
         self._optimizer = ShardedAdamW(
             [shard.local for shard in self._trainable],
             [decays(shard.name, shard.parameter.shape) for shard in self._trainable],
@@ -152,9 +151,8 @@ class FsdpEngine(ModelEngine, FlatParts):
 
     def _values(self, name: str, kind: Kind) -> Tensor:
         """Return this rank's rows of a weight or of a moment."""
-        if kind == "weight":
-            return self._by_name[name].local
-        return self._optimizer.moment(self._states[name], kind)
+        local = self._by_name[name].local
+        return local if kind == "weight" else self._optimizer.moment(local, kind)
 
     def ready(self) -> None:
         for module in self._groups:

@@ -22,8 +22,9 @@ from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import paged
 from aliquot.optim.adamw import FlatShard, decays
-from aliquot.optim.master_weights import PairedWeights, RoundedWeights, SplitWeights, Weights, WholeWeights
-from aliquot.optim.moments import ExactMoment, Moment, moment
+from aliquot.optim.flat_values import Bf16Values, ExactValues
+from aliquot.optim.master_weights import PairedWeights, SplitWeights, Weights
+from aliquot.optim.moments import Moment, moment
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.parts import Kind
 from aliquot.tensor_io.range_io import mapped_tensor
@@ -114,9 +115,7 @@ class HostStates:
     def view(self, index: int, kind: Kind) -> Tensor | None:
         """Return this rank's range of a weight or moment if it is fp32 in memory without replicas, else None."""
         store = None if self._is_on_disk(index, kind) else self._store(index, kind)
-        if isinstance(store, WholeWeights) and not store.is_alone:
-            return None
-        return store.values if isinstance(store, ExactMoment | WholeWeights) else None
+        return store.values if isinstance(store, ExactValues) and store.is_alone else None
 
     def load(self, index: int, kind: Kind, start: int, out: Tensor) -> None:
         """Fill fp32 `out` with elements of this rank's range from `start` on. Raises StorageError."""
@@ -209,9 +208,9 @@ class HostStates:
         else:
             values, *replicas = (copy[start:stop] for copy in shard.copies)
         if shard.weight.dtype == torch.float32:
-            return WholeWeights(values, replicas)
+            return ExactValues(values, replicas)
         if not shard.weight.trainable:
-            return RoundedWeights(values, replicas)
+            return Bf16Values(values, replicas)
         return self._split(values, replicas, fields.get("weight"))
 
     def _moment(self, shard: WeightShard, start: int, stop: int, memory: Tensor | None, squared: bool) -> Moment:
