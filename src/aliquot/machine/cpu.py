@@ -82,10 +82,14 @@ def read_cpu(root: Path = Path("/"), allowed: Collection[int] | None = None) -> 
     node_of = numa_nodes(root)
     cores = {sibling_cpus(cpu, root) & set(allowed) for cpu in allowed}
     ordered = sorted((tuple(sorted(core)) for core in cores), key=lambda core: (node_of.get(core[0], 0), core))
-    model, flags = cpuinfo(root)
+    fields = cpuinfo(root)
+    flags = (fields.get("flags") or fields.get("Features", "")).split()  # ARM calls them features
     isa = tuple(name for flag, name in _FLAGS.items() if flag in flags)
     nodes = tuple(node_of.get(core[0], 0) for core in ordered)
-    return CpuFacts(model, tuple(ordered), cpu_quota(root), len({node_of.get(cpu, 0) for cpu in allowed}), isa, nodes)
+    return CpuFacts(
+        fields.get("model name", platform.machine()), tuple(ordered), cpu_quota(root),
+        len({node_of.get(cpu, 0) for cpu in allowed}), isa, nodes,
+    )  # fmt: skip
 
 
 def sibling_cpus(cpu: int, root: Path) -> frozenset[int]:
@@ -122,14 +126,13 @@ def cpu_quota(root: Path) -> float | None:
     return min(quotas, default=None)
 
 
-def cpuinfo(root: Path) -> tuple[str, frozenset[str]]:
-    """Return the model name and the flags of the first CPU, which ARM calls features."""
+def cpuinfo(root: Path = Path("/")) -> dict[str, str]:
+    """Return the fields that the kernel shows of the first CPU."""
     fields: dict[str, str] = {}
     for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         fields.setdefault(key.strip(), value.strip())
-    flags = fields.get("flags") or fields.get("Features", "")
-    return fields.get("model name", platform.machine()), frozenset(flags.split())
+    return fields
 
 
 def parse_cpu_list(text: str) -> list[int]:

@@ -41,22 +41,21 @@ def check_start(config: RunConfig, ranks: int, memory_bytes: int) -> None:
 
 def problems(plan: Plan, machine: Machine) -> list[str]:
     """Return a line for each kind of memory that is too small; none if the plan fits."""
-    lines = []
-    if plan.peak_bytes_per_rank > plan.limit_bytes:
-        peak, limit = plan.peak_bytes_per_rank, plan.limit_bytes
-        helpers = f", of which the launcher and dashboards take {gib(plan.beside_bytes)}" if plan.beside_bytes else ""
-        where = "of GPU memory" if plan.device == "cuda" else "of memory"
-        lines.append(
-            f"a rank needs {gib(peak)} {where} in the phase `{plan.peak.name}`, but its limit is {gib(limit)}"
-            f" ({count_of(plan.ranks_per_node, 'rank')} per node of {gib(plan.limit_bytes_per_node)}{helpers}):"
-            f" {gib(peak - limit)} too much"
+    where = f"of {'GPU ' if plan.device == 'cuda' else ''}memory in the phase `{plan.peak.name}`"
+    helpers = f", of which the launcher and dashboards take {gib(plan.beside_bytes)}" if plan.beside_bytes else ""
+    node = f"{gib(plan.limit_bytes_per_node)}{helpers}"
+    lines = [
+        f"a rank needs {gib(peak)} {what}, but its limit is {gib(limit)} ({count_of(plan.ranks_per_node, 'rank')} per"
+        f" node of {whole}): {gib(peak - limit)} too much"
+        for peak, what, limit, whole in (
+            (plan.peak_bytes_per_rank, where, plan.limit_bytes, node),
+            (
+                plan.host_peak_bytes_per_rank, "of host memory", plan.host_limit_bytes,
+                gib(plan.host_limit_bytes_per_node),
+            ),
         )
-    if plan.host_peak_bytes_per_rank > plan.host_limit_bytes:
-        peak, limit = plan.host_peak_bytes_per_rank, plan.host_limit_bytes
-        lines.append(
-            f"a rank needs {gib(peak)} of host memory, but its limit is {gib(limit)} ({plan.ranks_per_node} ranks per"
-            f" node of {gib(plan.host_limit_bytes_per_node)}): {gib(peak - limit)} too much"
-        )
+        if peak > limit
+    ]  # fmt: skip
     if machine.shm_bytes is not None and plan.shm_bytes_per_node > machine.shm_bytes:
         lines.append(f"/dev/shm has {gib(machine.shm_bytes)}, but the run needs {gib(plan.shm_bytes_per_node)} there")
     return lines

@@ -136,9 +136,10 @@ def keep(cpu: CpuFacts, ranks: int, threads: int, rates: dict[str, Any], thoroug
 def profile_of(ranks: int, threads: int, rates: dict[str, Any], thorough: bool = False) -> MachineProfile:
     """Make a profile from `rates` that were measured just now, without storing it."""
     now = datetime.datetime.now(datetime.UTC)
-    measured = {"ranks": ranks, "threads": threads, "thorough": thorough, "rates": rates}
-    values = {"format": FORMAT, "at": now.timestamp(), "date": now.date().isoformat(), **measured}
-    return _PROFILE.validate_python(values)
+    return _PROFILE.validate_python({
+        "format": FORMAT, "at": now.timestamp(), "date": now.date().isoformat(),
+        "ranks": ranks, "threads": threads, "thorough": thorough, "rates": rates,
+    })  # fmt: skip
 
 
 def calibrate() -> Path:

@@ -8,15 +8,15 @@ memory to the GPU for each use.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, TypeVar
+from itertools import accumulate
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed.deepspeed_memory import build_phases, deepspeed_memory
-from aliquot.engines.engine_plan import SHARDED, Counts, OnDisk, RankMemory, Unsharded, is_single_gpu
+from aliquot.engines.engine_plan import SHARDED, OnDisk, RankMemory, Unsharded, is_single_gpu
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory, pinned_bytes, replicas, single_gpu_memory
 from aliquot.engines.host.host_memory import device_memory, host_memory
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
@@ -25,7 +25,6 @@ from aliquot.planner.memory_phases import cpu_process, gpu_process, host_phases,
 from aliquot.planner.micro_batch_cost import MicroBatchCost
 from aliquot.planner.plan import PhaseMemory
 
-Choice = TypeVar("Choice", OnDisk, int)
 UNCERTAINTY = 0.08  # plans of peak memory were off by up to this fraction: benchmarks/foresight.py
 MARGIN = UNCERTAINTY  # fraction of the limit that placement leaves free
 
@@ -63,34 +62,36 @@ class MemoryPlanner:
         on_disk, unsharded = OnDisk(), SHARDED
         if self.config.shard.offload == "disk" and self.engine == "host":
             streams = self.layout.nodes == 1 and self.layout.device == "cpu" and self.shape.packs
-            on_disk = least_on_disk(self.shape, self.layout, streams, self._excess)
+            on_disk = least_on_disk(
+                self.shape, self.layout, streams, lambda choice: self._excess(self._plan(choice), on_gpu=False)
+            )
         if self.layout.device == "cuda" and self.engine == "host" and self.shape.packs:
 
-            def excess(layers: int) -> float:
-                return self._excess_of(self._plan(on_disk, SHARDED, layers), on_gpu=True)
+            def fits(layers: int) -> bool:
+                return self._excess(self._plan(on_disk, SHARDED, layers), on_gpu=True) <= 0
 
-            layers = _fewest(lambda count: count, self.shape.layers, excess) if excess(0) > 0 else 0
+            layers = 0 if fits(0) else bisect_left(range(self.shape.layers), True, key=fits)
             return self._plan(on_disk, SHARDED, layers)
         if self._is_single_gpu:
             unsharded = Unsharded(weights=True, gradients=micro_batches > 1)
         elif self.layout.device == "cuda" and self.engine == "fsdp" and self.shape.packs:
-            unsharded = most_unsharded(micro_batches, lambda choice: self._excess(OnDisk(), choice) <= 0)
+            unsharded = most_unsharded(
+                micro_batches, lambda choice: self._excess(self._plan(on_disk, choice), on_gpu=True) <= 0
+            )
         return self._plan(on_disk, unsharded)
 
-    def _excess(self, on_disk: OnDisk, unsharded: Unsharded = SHARDED) -> float:
-        """Return the bytes by which a rank exceeds its limit minus the margin; negative if the rank fits."""
-        # States of engine host on disk free host memory, not GPU memory.
-        return self._excess_of(self._plan(on_disk, unsharded), on_gpu=self.engine != "host")
+    def _excess(self, made: MemoryPlan, on_gpu: bool) -> float:
+        """Return the bytes by which a rank exceeds its limit minus the margin; negative if the rank fits.
 
-    def _excess_of(self, made: MemoryPlan, on_gpu: bool) -> float:
-        """Return `_excess` of a plan, of GPU memory or of host memory if the rank computes on a GPU."""
+        `on_gpu`: if the rank computes on a GPU, of GPU memory, otherwise of host memory.
+        """
         ranks = self.layout.ranks_per_node
         limited, limit = made.phases, self.limit_bytes_per_node
         if made.host_phases and not on_gpu:
             limited, limit = made.host_phases, self.host_limit_bytes_per_node
         return max(phase.per_rank(ranks) for phase in limited) - (1 - MARGIN) * limit / ranks
 
-    def _plan(self, on_disk: OnDisk, unsharded: Unsharded, copied_layers: int = 0) -> MemoryPlan:
+    def _plan(self, on_disk: OnDisk, unsharded: Unsharded = SHARDED, copied_layers: int = 0) -> MemoryPlan:
         config = self.config
         held = self._held(on_disk, unsharded)
         if self.layout.device == "cpu":
@@ -154,39 +155,34 @@ def least_on_disk(shape: ModelShape, layout: RankLayout, streams: bool, excess: 
         streams: engine host may keep whole layers on disk and read them for each use.
         excess: bytes by which a rank exceeds its limit.
     """
-    if excess(OnDisk()) <= 0:
-        return OnDisk()
 
     def is_large(weight: Shape) -> bool:
         return padded_share(weight, layout.world_size) >= SMALLEST
 
     shapes = sorted(filter(is_large, shape.alike), key=numel, reverse=True)
-    # Gradient sums of the input embedding stay in memory.
-    sums = {weight: shape.alike[weight] - (weight == shape.embedding) for weight in shapes}
     frozen = tuple(filter(is_large, dict.fromkeys(weight for kind in shape.kinds for weight in kind.frozen)))
-    everything = OnDisk(
-        tuple((weight, shape.alike[weight]) for weight in shapes),
-        tuple((weight, count) for weight, count in sums.items() if count),
-        shape.layers if streams else 0,
-        frozen if streams else (),
-    )
-    if excess(everything) > 0:
-        return everything
-    chosen = OnDisk()
-    candidates: list[tuple[Literal["states", "gradients"], Shape, int]] = [
-        *(("states", weight, shape.alike[weight]) for weight in shapes),
-        *(("gradients", weight, count) for weight, count in sums.items()),
-    ]
-    for kind, weight, count in candidates:
-        with_count = partial(_with_weights, chosen, kind, weight)
-        if excess(with_count(count)) <= 0:
-            return _fewest(with_count, count, excess)
-        chosen = with_count(count)
+    states = [("states", weight) for weight in shapes for _ in range(shape.alike[weight])]
+    # Gradient sums of the input embedding stay in memory.
+    sums = [("sums", weight) for weight in shapes for _ in range(shape.alike[weight] - (weight == shape.embedding))]
+    layers = [("layers", ())] * (shape.layers if streams else 0)
 
-    def with_layers(count: int) -> OnDisk:
-        return replace(chosen, layers=count, frozen=everything.frozen if count else ())
+    def first(count: int) -> OnDisk:
+        counts = Counter([*states, *sums, *layers][:count])
+        weights, gradients = (
+            tuple((weight, number) for (kind, weight), number in counts.items() if kind == wanted)
+            for wanted in ("states", "sums")
+        )
+        return OnDisk(weights, gradients, counts["layers", ()], frozen if counts["layers", ()] else ())
 
-    return _fewest(with_layers, everything.layers, excess)
+    def fits(count: int) -> bool:
+        return excess(first(count)) <= 0
+
+    fewest = 0
+    # Within each kind, every further piece frees memory. The first piece of a kind also needs buffers.
+    for end in accumulate((len(states), len(sums), len(layers))):
+        if not fits(fewest):
+            fewest = bisect_left(range(end), True, fewest, key=fits)
+    return first(fewest)
 
 
 def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Unsharded:
@@ -198,13 +194,3 @@ def most_unsharded(micro_batches: int, fits: Callable[[Unsharded], bool]) -> Uns
     several = micro_batches > 1
     choices = [Unsharded(True, several), Unsharded(True, False), Unsharded(False, several)]
     return next((choice for choice in choices if fits(choice)), Unsharded())
-
-
-def _fewest(with_count: Callable[[int], Choice], enough: int, excess: Callable[[Choice], float]) -> Choice:
-    """Bisect for the smallest count with which a rank fits."""
-    return with_count(bisect_left(range(enough), True, key=lambda count: excess(with_count(count)) <= 0))
-
-
-def _with_weights(chosen: OnDisk, kind: Literal["states", "gradients"], weight: Shape, count: int) -> OnDisk:
-    counts: Counts = (*getattr(chosen, kind), (weight, count)) if count else getattr(chosen, kind)
-    return replace(chosen, states=counts) if kind == "states" else replace(chosen, gradients=counts)

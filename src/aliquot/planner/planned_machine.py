@@ -15,7 +15,7 @@ from aliquot.distributed.auto_ranks import cpu_ranks
 from aliquot.distributed.launcher import apply_environment
 from aliquot.distributed.topology import RankLayout, old_gpu, threads_per_rank
 from aliquot.machine.allocator import training_allocator
-from aliquot.machine.cpu import CpuFacts, Precision, faster_precision, read_cpu
+from aliquot.machine.cpu import CpuFacts, Precision, cpuinfo, faster_precision, read_cpu
 from aliquot.machine.memory import AMPERE, has_gpus, memory_limit
 from aliquot.machine.storage import nearest_directory, written_bytes_per_s
 from aliquot.machine.torch_compile import can_compile
@@ -89,7 +89,7 @@ class Machine:
             network_bytes_per_s=None,
             shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
             isa=cpu.isa,
-            clock_hz=_clock_hz(),
+            clock_hz=float(mhz) * 1e6 if (mhz := cpuinfo().get("cpu MHz")) else None,
             gpus=gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
@@ -209,13 +209,6 @@ def _isa(ec2: InstanceType) -> tuple[str, ...]:
     if ec2.cpu_manufacturer == "amd":
         return ("avx512_bf16", "avx512f", "avx2") if ec2.generation >= 7 else ("avx2",)
     return ("sve_bf16",) if ec2.generation >= 7 else ("neon",)
-
-
-def _clock_hz() -> float | None:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("cpu MHz"):
-            return float(line.partition(":")[2]) * 1e6
-    return None
 
 
 def _gpus() -> tuple[int, str | None, int | None, tuple[int, int]]:

@@ -163,7 +163,7 @@ def _run_lines(plan: Plan) -> list[str]:
     rate = plan.storage_bytes_per_s
     if plan.storage_measured:
         storage = f"a disk of {rate / 1e9:.2g} GB/s, measured"
-    elif _on_storage(plan):
+    elif rate < DISK_BYTES_PER_S * plan.nodes:
         storage = f"a file system of {rate / 1e9:.3g} GB/s, cluster.storage"
     else:
         storage = f"a disk of {DISK_BYTES_PER_S / 1e9:g} GB/s a node, assumed"
@@ -204,10 +204,6 @@ def _checkpoints(plan: Plan) -> str:
     most, size = plan.checkpoints, byte_size(plan.checkpoints * plan.checkpoint_bytes)
     together = f", at most {most} at once: {size}" if most > 1 else ""
     return f"{byte_size(plan.checkpoint_bytes)} a checkpoint{every}{together}"
-
-
-def _on_storage(plan: Plan) -> bool:
-    return not plan.storage_measured and plan.storage_bytes_per_s < DISK_BYTES_PER_S * plan.nodes
 
 
 def _seconds(seconds: float) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
-from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings
+from aliquot.engines.deepspeed.deepspeed_settings import deepspeed_settings, offloads_optimizer
 from aliquot.engines.engine_plan import RankMemory
 from aliquot.models.model_shape import ModelShape, Shape, numel
 
@@ -57,7 +57,7 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
     weights = shape.weights
     owned = sum(_partition(weight, layout.world_size) for weight in weights)
     largest = max(numel(weight) for weight in weights)
-    offloaded = _offloads(zero, "offload_optimizer")
+    offloaded = offloads_optimizer(settings)
     group = min(owned, int(zero.get("sub_group_size", 10**9)) // layout.world_size + largest // layout.world_size)
     reuse = int(zero.get("stage3_max_reuse_distance", _MAX_REUSE))
     live = min(shape.numel, reuse // 2, int(zero.get("stage3_max_live_parameters", _MAX_LIVE)))
@@ -86,28 +86,23 @@ def deepspeed_memory(config: RunConfig, shape: ModelShape, layout: RankLayout) -
 
 def build_phases(config: RunConfig, shape: ModelShape, layout: RankLayout) -> list[tuple[str, dict[str, int]]]:
     """Return the private bytes after each phase of DeepSpeed's initialization, without the process's base memory."""
-    settings = _settings(config, shape, layout)
-    zero = settings["zero_optimization"]
-    weights = shape.weights
-    compute = config.train.compute_itemsize
-    parts = [_partition(weight, layout.world_size) for weight in weights]
-    owned = sum(parts)
-    left = sum(compute * part for part in parts if compute * part < _HEAP_BYTES)
-    offloaded = _offloads(zero, "offload_optimizer")
-    layer = [numel(weight) for kind in shape.kinds[:1] for weight in kind.weights]
-    widest = sorted(layer)[-3:]
-    private: dict[str, int] = {"weights": compute * owned}
-    phases = [("after load", dict(private))]
-    private["allocator"] = left
-    phases.append(("after bf16 partitions", dict(private)))
-    private["weights"] += 4 * owned if compute == 2 or offloaded else 0
-    phases.append(("after fp32 master", dict(private)))
-    private["gradients"] = 4 * owned if offloaded else 0
-    phases.append(("after optimizer state", dict(private)))
-    private["gradients"] += _itemsize(settings["data_types"]["grad_accum_dtype"]) * owned
-    private["gathered"] = compute * sum(widest)
-    phases.append(("after ZeRO init", dict(private)))
-    return phases
+    settings, compute = _settings(config, shape, layout), config.train.compute_itemsize
+    parts = [compute * _partition(weight, layout.world_size) for weight in shape.weights]
+    numel_owned, left = sum(parts) // compute, sum(part for part in parts if part < _HEAP_BYTES)
+    offloaded = offloads_optimizer(settings)
+    widest = sorted(numel(weight) for kind in shape.kinds[:1] for weight in kind.weights)[-3:]
+    loaded = {"weights": sum(parts)}
+    copied = {**loaded, "allocator": left}
+    mastered = {**copied, "weights": sum(parts) + (4 * numel_owned if compute == 2 or offloaded else 0)}
+    initialized = {**mastered, "gradients": 4 * numel_owned if offloaded else 0}
+    summed = initialized["gradients"] + _itemsize(settings["data_types"]["grad_accum_dtype"]) * numel_owned
+    return [
+        ("after load", loaded),
+        ("after bf16 partitions", copied),
+        ("after fp32 master", mastered),
+        ("after optimizer state", initialized),
+        ("after ZeRO init", {**initialized, "gradients": summed, "gathered": compute * sum(widest)}),
+    ]
 
 
 def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[str, Any]:
@@ -117,10 +112,6 @@ def _settings(config: RunConfig, shape: ModelShape, layout: RankLayout) -> dict[
 def _itemsize(dtype: str) -> int:
     """Return the bytes of an element of a dtype, as DeepSpeed's JSON names it."""
     return 4 if dtype in ("fp32", "torch.float32") else 2
-
-
-def _offloads(zero: dict[str, Any], section: str) -> bool:
-    return bool(zero.get(section, {}).get("device", "none") == "cpu")
 
 
 def _partition(weight: Shape, ranks: int) -> int:

@@ -50,6 +50,11 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
     return result, _log_lines(written)
 
 
+def offloads_optimizer(settings: Mapping[str, Any]) -> bool:
+    """Whether master weights and moments are in host memory."""
+    return bool(settings.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none")
+
+
 def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy without "auto" values, which set nothing, and without sections that have only "auto" values."""
     explicit = {

@@ -19,7 +19,8 @@ from torch import nn
 
 from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
-from aliquot.optim.adamw import decay_groups, decays
+from aliquot.engines.deepspeed.deepspeed_settings import offloads_optimizer
+from aliquot.optim.adamw import decays, parameter_groups
 
 _TOOLS = {"g++": "a C++ compiler (Debian: apt install g++)", "ninja": "pip install ninja"}
 # The message of a DeepSpeed memory report -> the phase of the memory ledger that ends with this report.
@@ -92,10 +93,10 @@ def adamw(
     on a GPU is one kernel for all weights.
     """
     decaying = [decays(name, tuple(cast(Any, w).ds_shape)) for name, w in weights]
-    groups = decay_groups([w for _, w in weights], decaying, spec.weight_decay)
+    groups = parameter_groups([w for _, w in weights], decaying, [1.0] * len(weights), spec.weight_decay)
     options: dict[str, Any] = {"lr": 0.0, "betas": (spec.adam_beta1, spec.adam_beta2), "eps": spec.adam_epsilon}
     if not compiles_adam(settings):
-        return torch.optim.AdamW(groups, **options, fused=device == "cuda" and not _offloads(settings))
+        return torch.optim.AdamW(groups, **options, fused=device == "cuda" and not offloads_optimizer(settings))
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return cast("torch.optim.Optimizer", DeepSpeedCPUAdam(groups, adamw_mode=True, **options))
@@ -103,12 +104,7 @@ def adamw(
 
 def compiles_adam(settings: Mapping[str, Any]) -> bool:
     """Whether DeepSpeed updates the weights with its own AdamW, which it compiles."""
-    return _offloads(settings) and bool(settings.get("zero_force_ds_cpu_optimizer", True))
-
-
-def _offloads(settings: Mapping[str, Any]) -> bool:
-    offload = settings.get("zero_optimization", {}).get("offload_optimizer", {})
-    return bool(offload.get("device", "none") != "none")
+    return offloads_optimizer(settings) and bool(settings.get("zero_force_ds_cpu_optimizer", True))
 
 
 def prepare_states(optimizer: Any) -> None:
