@@ -37,7 +37,7 @@ from aliquot.distributed.leader_lease import (
     is_finished,
     newest_round,
 )
-from aliquot.distributed.membership import ElasticRun, Leader, PreviousRound
+from aliquot.distributed.membership import ElasticRun, Leader, Round
 from aliquot.distributed.rank_errors import Ended, Verdict, judge
 from aliquot.observe.metrics import last_step
 from aliquot.observe.run_directory import RunDirectory
@@ -158,7 +158,7 @@ class Nodes:
         Claims(folder).make(self.claim)
         run = ElasticRun(MARK, lambda: (self.saved, 9), self.told.append, lambda: True)
         section = LaunchSection(nodes=nodes, **launch)
-        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, PreviousRound(None, []))
+        self.leader = Leader(Claims(folder), self.claim, listener, "a", section, run, Round())
 
     def come(self, name: str, mark: str = MARK) -> Peer:
         connection = socket.create_connection(("127.0.0.1", self.claim.port))

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -29,7 +29,7 @@ from aliquot.distributed.gloo_interface import group_address
 from aliquot.distributed.json_lines import Message, Peer
 from aliquot.distributed.leader_lease import DEAD_S, Claim, Claims, is_finished
 from aliquot.distributed.local_group import RankProgram, run_local_ranks
-from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, PreviousRound
+from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRun, Leader, Round
 from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
@@ -180,15 +180,6 @@ class _Link(threading.Thread):
             self._pending = None
 
 
-@dataclass(frozen=True)
-class _Renewal:
-    """The last renewal of a lease that this node has seen."""
-
-    round: int
-    at: float  # by the clock of the file system
-    seen_at: float  # when this node first saw this renewal, by its monotonic clock
-
-
 class _Node:
     """The state of this node: its link to the leader, and whether this node leads."""
 
@@ -198,7 +189,8 @@ class _Node:
         self._launch, self._claims, self._automatic, self._run = launch, claims, automatic, run
         self._leader: Leader | None = None
         self._last: frozenset[str] | None = None  # ids of the nodes of the last round, without its leader
-        self._renewal = _Renewal(0, 0.0, 0.0)
+        self._renewal = (0, 0.0)  # the last renewal of a lease: its round, and its time by the clock of the file system
+        self._renewal_seen_at = 0.0  # when this node first saw this renewal, by its monotonic clock
 
     def next_order(self) -> Message:
         """Return the next `start` or `end` message of a living leader. Raises RendezvousError."""
@@ -277,9 +269,9 @@ class _Node:
         if link is not None and (link.dismissed or connection_failure(link.peer.address, claim.port) == UNSERVED):
             return True
         then, ago_s = self._claims.beaten(claim.number)
-        if (self._renewal.round, self._renewal.at) != (claim.number, then):
-            self._renewal = _Renewal(claim.number, then, time.monotonic())
-        return ago_s > DEAD_S and time.monotonic() - self._renewal.seen_at > _SEEN_S
+        if self._renewal != (claim.number, then):
+            self._renewal, self._renewal_seen_at = (claim.number, then), time.monotonic()
+        return ago_s > DEAD_S and time.monotonic() - self._renewal_seen_at > _SEEN_S
 
     def _lead(self, newest: Claim | None) -> _Link | None:
         """Become the leader of the next round; None if another node was first."""
@@ -292,7 +284,7 @@ class _Node:
             return None
         # If this node has been in no round yet, the user may have restarted the run: then no leader was lost.
         reasons = [] if newest is None or self._last is None else [f"{newest.name}, which led, has gone"]
-        previous = PreviousRound(self._last, reasons)
+        previous = Round(len(self._last or ()), self._last, reasons=reasons)
         self._leader = Leader(self._claims, claim, listener, self._id, self._launch, self._run, previous)
         return self._reach(claim)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import NodesDifferError, RendezvousError, StorageError, UserError
@@ -52,14 +53,6 @@ class ElasticRun:
         return f"{self.mark} {self.progress()[0]}"
 
 
-@dataclass(frozen=True)
-class PreviousRound:
-    """The knowledge of a new leader about the previous round."""
-
-    survivors: frozenset[str] | None  # ids of its nodes that are not known to have ended; None if there was no round
-    reasons: list[str]  # why this node became the leader
-
-
 @dataclass
 class Member:
     """A node that is connected to the leader."""
@@ -79,13 +72,13 @@ class Member:
 
 
 @dataclass
-class _Round:
+class Round:
     """The present round and the events since its start; between two rounds, the earlier round."""
 
-    members: list[Member]  # nodes that train and are still connected
-    running: bool
-    size: int  # number of nodes at its start, without nodes that left on request
-    expected: frozenset[str] | None  # ids of survivors of the last round; None: unknown
+    size: int = 0  # number of nodes at its start, without nodes that left on request
+    expected: frozenset[str] | None = None  # ids of survivors of the last round; None: unknown, or there was no round
+    members: list[Member] = field(default_factory=list)  # nodes that train and are still connected
+    running: bool = False
     reasons: list[str] = field(default_factory=list)  # why the next round starts
     ending: float | None = None  # when the first ranks ended
     killed: bool = False
@@ -97,16 +90,17 @@ class Leader:
 
     def __init__(
         self, claims: Claims, claim: Claim, listener: socket.socket, own_id: str, launch: LaunchSection,
-        run: ElasticRun, previous: PreviousRound,
+        run: ElasticRun, previous: Round,
     ) -> None:  # fmt: skip
+        """`previous`: the round before, as far as this node knows it, and why this node became the leader."""
         self._claims, self._claim, self._listener, self._own_id = claims, claim, listener, own_id
         self._launch, self._run = launch, run
         self._members: list[Member] = []
-        self._round = _Round([], False, len(previous.survivors or ()), previous.survivors, previous.reasons)
+        self._round = previous
         self._claim_used = False  # whether a round has started with this claim
         self._changed = self._last_beat = self._waiting_since = time.monotonic()
         self._failed_at: int | None = None  # the newest checkpoint's step at the last failure
-        self._proven = set(previous.survivors or ())  # ids of nodes that have trained
+        self._proven = set(previous.expected or ())  # ids of nodes that have trained
         self._over = threading.Event()
         self._superseded = self._enough = False
         self._claiming = threading.Lock()  # `_keep` must not take a claim of this node for another node's
@@ -138,8 +132,7 @@ class Leader:
             self._over.set()
             self._listener.close()
             until = time.monotonic() + _FAREWELL_S
-            for member in self._members:
-                member.peer.send("leave")
+            _send(self._members, "leave")
             for member in self._members:
                 member.peer.see_off(until)
 
@@ -154,8 +147,7 @@ class Leader:
                 break
             if time.monotonic() - self._last_beat > BEAT_S:
                 self._last_beat = time.monotonic()
-                for member in self._members:
-                    member.peer.send("beat")
+                _send(self._members, "beat")
             if self._round.running:
                 self._watch()
             else:
@@ -292,9 +284,8 @@ class Leader:
                 "start", round=number, node=node, nodes=len(members), address=address if node == 0 else None,
                 port=self._store.port, ranks=ranks or member.ranks, ids=[node.id for node in members],
             )  # fmt: skip
-        for member in spare:
-            member.peer.send("wait", text=f"{_nodes(len(members))}, the maximum: this node waits for a place")
-        self._round = _Round(members, True, len(members), frozenset())
+        _send(spare, "wait", text=f"{_nodes(len(members))}, the maximum: this node waits for a place")
+        self._round = Round(len(members), frozenset(), members, running=True)
 
     # During a round
 
@@ -307,14 +298,12 @@ class Leader:
             self._kill()
         elif round.came is not None and round.ending is None and now - round.came > _SETTLE_S:
             round.came = None
-            for member in left:
-                member.peer.send("stop")
+            _send(left, "stop")
 
     def _kill(self) -> None:
         """Kill the ranks: after the loss of a node they cannot save, and would wait long for the lost ranks."""
         self._round.killed = True
-        for member in self._round.members:
-            member.peer.send("kill")
+        _send(self._round.members, "kill")
 
     def _judge(self, reports: list[Ended]) -> None:
         """Obey the verdict after all remaining ranks have ended."""
@@ -346,14 +335,18 @@ class Leader:
         names = ", ".join(member.name for member in members)
         self._round.reasons = [f"{names} cannot take part: {lines[0].removeprefix('aliquot: ')}"]
         self._round.size -= len(members)
+        _send(members, "end", code=2, lines=lines)
         for member in members:
-            member.peer.send("end", code=2, lines=lines)
             self._remove(member)
 
     def _end(self, code: int, *lines: str) -> None:
-        for member in self._members:
-            member.peer.send("end", code=code, lines=lines)
+        _send(self._members, "end", code=code, lines=lines)
         self._over.set()
+
+
+def _send(members: Sequence[Member], what: str, **fields: Any) -> None:
+    for member in members:
+        member.peer.send(what, **fields)
 
 
 def _nodes(count: int) -> str:

@@ -10,11 +10,12 @@ import faulthandler
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import psutil
 
 # Public, but not re-exported for type checkers.
@@ -46,7 +47,7 @@ class IdleWatchdog(Watchdog):
         super().__init__(min(_LONGEST_INTERVAL_S, rank.timeout_s / _CHECKS))
         self._rank = rank
         self._checks = round(rank.timeout_s / self.interval_s)
-        self._stack_file = rank.file("still-rank-{}.txt")
+        self._stack_file = rank.logs and rank.logs / f"still-rank-{rank.topology.rank}.txt"
         # The clone has a separate connection, because other threads block the store's connection while they wait. The
         # type stubs lack clone().
         self._store: Store = HashStore() if store is None else cast(Any, store).clone()
@@ -95,21 +96,14 @@ class IdleWatchdog(Watchdog):
             faulthandler.dump_traceback(file)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The CPU time and the bytes that a process has used since its start."""
-
-    cpu_s: float = 0.0
-    disk_bytes: int = 0  # read from a disk or written to it
-    all_bytes: int = 0  # read and written, including pipes and most sockets
-
-
 class _WorkMeter:
     """Measures the work of this process and of its children (tokenising processes). Use it in one thread only."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last: dict[tuple[int, float], _Work] = {}
+        # By process, what it has used since its start: CPU seconds, bytes that it exchanged with disks, and all bytes
+        # that it has read and written, including pipes and most sockets.
+        self._last: dict[tuple[int, float], npt.NDArray[np.float64]] = {}
         self._measuring_bytes = 0
         self._unwritten_bytes = unwritten_bytes()  # their number when a process last worked
         self.has_worked(1.0)
@@ -117,11 +111,11 @@ class _WorkMeter:
     def has_worked(self, seconds: float) -> bool:
         """Whether the processes, or the kernel for them, have worked since the last call, about `seconds` ago."""
         bytes_before = _io_bytes(self._process)[1]
-        work: dict[tuple[int, float], _Work] = {}
+        work: dict[tuple[int, float], npt.NDArray[np.float64]] = {}
         for process in self._process.children(recursive=True):
             with suppress(psutil.Error):  # the child has ended, or may not be inspected
                 cpu = process.cpu_times()
-                work[process.pid, process.create_time()] = _Work(cpu.user + cpu.system, *_io_bytes(process))
+                work[process.pid, process.create_time()] = np.array([cpu.user + cpu.system, *_io_bytes(process)])
         # A thread in fsync uses no CPU while the kernel writes its data. Only a new minimum of unwritten bytes counts
         # as progress, because other processes may write without end.
         unwritten = unwritten_bytes()
@@ -130,15 +124,10 @@ class _WorkMeter:
         # The meter's own CPU time and bytes do not count.
         self._measuring_bytes += bytes_after - bytes_before
         cpu_s = time.process_time() - time.thread_time()
-        work[self._process.pid, 0.0] = _Work(cpu_s, disk_bytes, bytes_after - self._measuring_bytes)
-        changes = [(now, self._last.get(process, _Work())) for process, now in work.items()]
+        work[self._process.pid, 0.0] = np.array([cpu_s, disk_bytes, bytes_after - self._measuring_bytes])
+        changes = sum((now - self._last.get(process, 0) for process, now in work.items()), np.zeros(3))
         self._last = work
-        has_worked = (
-            sum(now.cpu_s - before.cpu_s for now, before in changes) > _BUSY_CORES * seconds
-            or sum(now.disk_bytes - before.disk_bytes for now, before in changes) > 0
-            or sum(now.all_bytes - before.all_bytes for now, before in changes) > _BUSY_BYTES_PER_S * seconds
-            or kernel_writes
-        )
+        has_worked = kernel_writes or bool((changes > (_BUSY_CORES * seconds, 0, _BUSY_BYTES_PER_S * seconds)).any())
         if has_worked:
             self._unwritten_bytes = unwritten
         return has_worked

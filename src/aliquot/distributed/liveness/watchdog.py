@@ -72,22 +72,19 @@ class WatchedRank:
     logs: Path | None = None  # the directory of stack traces; None: they go to stderr
     explain_hang: Callable[[], None] = lambda: None  # called first; may end the process itself (see Heartbeat)
 
-    def file(self, name: str) -> Path | None:
-        """Return the path of a file of this rank in the directory of stack traces."""
-        return None if self.logs is None else self.logs / name.format(self.topology.rank)
-
-    def end(self, message: str) -> NoReturn:
-        """End this process with code 1 and an error line."""
-        end_rank(RankError(self.topology.rank, "training", f"{message} [hung]", f"{message} [hung]\n", time.time()))
-
     def end_by_hang(self, message: str, stack_file: Path | None) -> NoReturn:
-        """End this process. The error line says for what it waits, after all ranks have written their stack files."""
+        """End this process with code 1, after all ranks have written their stack files.
+
+        The error line says for what it waits.
+        """
         self.explain_hang()
         stuck, place = "", "above"
         if stack_file is not None:
             stuck = describe_stuck_ranks(stack_file, self.topology.world_size)
             place = str(all_stack_files(stack_file))
-        self.end(f"{message} while {self.activity()}{describe_pending()}{stuck}; where every rank was: {place}")
+        waits = f"{self.activity()}{describe_pending()}{stuck}"
+        line = f"{message} while {waits}; where every rank was: {place} [hung]"
+        end_rank(RankError(self.topology.rank, "training", line, f"{line}\n", time.time()))
 
 
 def describe_stuck_ranks(stack_file: Path, world_size: int) -> str:
@@ -105,7 +102,12 @@ def all_stack_files(stack_file: Path) -> Path:
 
 
 def _describe(stack_file: Path, world_size: int) -> str:
-    files = _stack_files(stack_file, world_size)
+    paths = {
+        int(number[1]): file
+        for file in stack_file.parent.glob(all_stack_files(stack_file).name)
+        if (number := _RANK_OF_FILE.search(file.name)) and file.is_file() and not file.is_symlink()
+    }
+    files = {rank: paths[rank] for rank in sorted(paths) if rank < world_size}
     if stuck := _stuck_ranks(stack_file, files):
         places = ", ".join(f"rank {rank} stands still at {place}" for rank, place in stuck.items())
         return f"; {places}{', and the others wait for it' * (len(stuck) == 1)}"
@@ -113,16 +115,6 @@ def _describe(stack_file: Path, world_size: int) -> str:
     if silent:
         return f"; no answer from rank {', '.join(silent)}: its process is stopped, or its host is out of reach"
     return ""
-
-
-def _stack_files(stack_file: Path, world_size: int) -> dict[int, Path]:
-    """The stack files of all ranks of this run, by rank."""
-    files = {
-        int(number[1]): file
-        for file in stack_file.parent.glob(all_stack_files(stack_file).name)
-        if (number := _RANK_OF_FILE.search(file.name)) and file.is_file() and not file.is_symlink()
-    }
-    return {rank: file for rank, file in sorted(files.items()) if rank < world_size}
 
 
 def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
