@@ -278,7 +278,7 @@ def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
     from aliquot.distributed.collectives.shared_memory import SharedMemory
     from aliquot.engines.engine_plan import OnDisk
     from aliquot.engines.host.gradient_sums import GradientSums
-    from aliquot.engines.host.host_disk import HostDisk, StateFormat
+    from aliquot.engines.host.host_disk import HostDisk
     from aliquot.engines.host.host_states import HostStates
     from aliquot.engines.host.shared_weights import Counterparts, Weight, WeightShard
     from aliquot.offload.scratch_file import Move, ScratchStream
@@ -289,7 +289,7 @@ def update_of_disk(folder: Path, numel: int, repeats: int = 3) -> float:
     weights, everything = [Weight("weight", shape, ((0, numel),), True, torch.bfloat16)], ((shape, 1),)
     on_disk = OnDisk(everything, everything)
     alone = Counterparts([0], 0)
-    disk = HostDisk(folder, on_disk, weights, -1, alone, StateFormat("fp32", splits=True, sum_itemsize=4))
+    disk = HostDisk(folder, on_disk, weights, -1, alone, "fp32")
     sums = GradientSums(weights, alone, torch.float32, "fp32", disk)
     sums.zero(0, 0)
     sums.flush()

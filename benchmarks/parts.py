@@ -109,7 +109,8 @@ def sums() -> dict[str, float]:
     def ours() -> None:
         for number in range(numel // piece_numel):
             piece = ring.stage(PIECE_BYTES)
-            ring.local_view(piece, torch.float32, (piece_numel,)).copy_(gradient[number * piece_numel :][:piece_numel])
+            space = ring.view(piece, peers.index, torch.float32, 0, (piece_numel,))
+            space.copy_(gradient[number * piece_numel :][:piece_numel])
 
             def read(piece: Piece, number: int = number) -> None:
                 sources = [

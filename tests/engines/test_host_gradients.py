@@ -21,13 +21,13 @@ from aliquot.core.errors import SelfTestError
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import Peers
 from aliquot.engines.engine_plan import OnDisk
+from aliquot.engines.global_norm import block_squares
 from aliquot.engines.host.gradient_sums import GradientSums, WindowSums
-from aliquot.engines.host.host_disk import HostDisk, StateFormat
+from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import paged
-from aliquot.optim.gradient_norm import block_squares
 from aliquot.tensor_io.parts import row_ranges
 from tests.examples import examples
 
@@ -42,7 +42,7 @@ def gradients(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostGr
     disk = None
     if request.param == "disk":
         on_disk = OnDisk(((SHAPE, 3),), ((SHAPE, 2),))
-        disk = HostDisk(tmp_path, on_disk, weights, 0, Counterparts([0], 0), StateFormat("fp32", False, 4))
+        disk = HostDisk(tmp_path, on_disk, weights, 0, Counterparts([0], 0), "fp32")
     summed = GradientSums(weights, Counterparts([0], 0), torch.float32, "fp32", disk)
     yield HostGradients(hosts, weights, summed, GradientOrder([2, 1, 0]), torch.float32, tokens=4, width=2)
     hosts.peers.close()
@@ -56,7 +56,7 @@ def full(value: float) -> torch.Tensor:
 
 def sums(gradients: HostGradients) -> list[float]:
     gradients.finish()
-    on_disk = dict(zip(gradients._sums.on_disk, gradients._sums.visit(0, 1 << 20, changes=False), strict=True))
+    on_disk = dict(zip(gradients._sums.on_disk, gradients._sums.visit(0, changes=False), strict=True))
     summed = [on_disk[i] if i in on_disk else gradients._sums.in_memory(0, i) for i in range(3)]
     assert all(len(weight_sums.unique()) == 1 for weight_sums in summed)
     assert gradients._sums.squares() == pytest.approx([float(weight_sums.square().sum()) for weight_sums in summed])

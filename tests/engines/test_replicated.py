@@ -187,7 +187,7 @@ def train(engine: FsdpEngine, step: int, rank: int, world_size: int) -> tuple[fl
         engine.backward(cases.micro_batch(sequence), 1 / 300, last=number == len(local) - 1)
         held = 4 * sum(shard.local.numel() for shard in engine._trainable)
         assert engine.counters().gradients_bytes in (held, 0)  # 0: unsharded sums, which torch holds elsewhere
-    norm = engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm
+    norm = engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM)
     return norm, engine.counters().wire_bytes - before
 
 

@@ -157,7 +157,7 @@ def train(unsharded: Unsharded, precision: str, rank: int, done: Counter[str]) -
         counts.append({**done, "wire": engine.counters().wire_bytes - before})
         dist.all_reduce(total)
         losses.append(float(total))
-        norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
+        norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM))
         # What is kept must not outlive the update: two evaluations, and the next step goes on from them.
         evaluated += [float(engine.evaluate(cases.micro_batch(sequences[rank]))) for _ in range(2)]
     trained = {

@@ -28,6 +28,7 @@ from aliquot.distributed.collectives.peers import PeerLost
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
+from aliquot.engines import global_norm
 from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 from aliquot.engines.engine_plan import OnDisk
@@ -42,7 +43,7 @@ from aliquot.models import backward_pass, initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.stored_weights import Published, PublishedParts
 from aliquot.offload.scratch_file import ScratchFile
-from aliquot.optim import adamw, gradient_norm, sizes
+from aliquot.optim import adamw, sizes
 from aliquot.tensor_io.parts import KINDS, ViewableStore
 from tests.engines import cases
 from tests.engines.cases import EngineSetup
@@ -88,7 +89,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         exact=built.exact - built.learned,
     )
     # Several blocks and windows of a weight, and a rest.
-    sizes.BLOCK = adamw.BLOCK = gradient_norm.NORM_BLOCK = 192
+    sizes.BLOCK = adamw.BLOCK = global_norm.NORM_BLOCK = 192
     compute_device.IN_FLIGHT_BYTES = 9000  # some weights, fewer than a layer
     # Of a mixture several experts in a piece, and several pieces of a weight.
     host_memory._PIECE_BYTES = 4096 if "moe" in case.name else PIECE_BYTES
@@ -154,7 +155,7 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
             total += (batch or MicroBatch.empty()).metrics(result)["loss"]
         dist.all_reduce(total)
         losses.append(float(total) / cases.predicted(documents))
-        norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm)
+        norms.append(engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM))
         copied.append(0 if on_device is None else on_device.copied_bytes)
         if isinstance(engine, FsdpEngine) and setup.replicas == 1:
             gradients = (shard.parameter.grad for shard in engine._trainable)

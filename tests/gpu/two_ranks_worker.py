@@ -46,7 +46,7 @@ def work(rank: int, world_size: int, folder: Path, device: str, engine_name: str
             summed = engine.backward(cases.micro_batch(sequence), 1 / cases.predicted(sequences), i == len(mine) - 1)
             total += float(summed)
         dist.all_reduce(total)
-        told += [float(total), engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM).grad_norm]
+        told += [float(total), engine.step(cases.LEARNING_RATE, cases.MAX_GRAD_NORM)]
     (folder / f"{world_size}-{rank}.json").write_text(json.dumps(told))
     engine.close()
     dist.destroy_process_group()

@@ -21,12 +21,11 @@ from transformers.trainer_utils import SchedulerType
 
 from aliquot.config.train_section import REFUSED, SETTINGS, TrainSection
 from aliquot.core.errors import ConfigError
+from aliquot.engines.global_norm import squared_norms
 from aliquot.optim import adamw
 from aliquot.optim.adamw import BlockedAdamW, FlatShard, ShardedAdamW, decays
-from aliquot.optim.flat_values import ExactValues
-from aliquot.optim.gradient_norm import squared_norms
 from aliquot.optim.master_weights import PairedWeights, SplitWeights
-from aliquot.optim.moments import moment
+from aliquot.optim.moments import ExactValues, moment
 from aliquot.optim.resident_adamw import ResidentAdamW, ResidentWeight
 from aliquot.optim.schedule import Schedule, warmup
 

@@ -77,13 +77,6 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """The outcome of an optimizer step. If `grad_norm` is not finite, the step has updated nothing."""
-
-    grad_norm: float  # global, before clipping
-
-
-@dataclass(frozen=True)
 class Counters:
     """Memory, traffic and time of this rank. Memory is the current usage; traffic and time count from `build` on."""
 
@@ -162,10 +155,11 @@ class Engine(PartStore, ViewableStore, Protocol):
         """
         ...
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> float:
         """Clip to the global norm `max_grad_norm`, run AdamW, publish the weights, and zero the gradients.
 
-        An infinite norm does not clip.
+        An infinite norm does not clip. Return the global norm before clipping; if it is not finite, the step has
+        updated nothing.
         """
         ...
 

@@ -20,7 +20,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.machine import matmul
 from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
 from aliquot.machine.torch_compile import compile_function, cpp_compiler, inductor_options
-from aliquot.models.backward_pass import copy_in_backward
+from aliquot.models.backward_pass import copy_in_backward, enable_checkpointing
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import DYNAMIC_SOURCES, AttentionBackend, register
 from aliquot.nn.attention.tiled_attention import TiledAttention
@@ -45,11 +45,13 @@ _SELECTIVE = {
 }
 
 
-def compile_or_copy(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
-    """Compile the layers if `spec` asks for compilation, else copy transposed matrices if copies speed up products.
+def prepare_layers(model: nn.Module, spec: EngineSpec, topology: Topology) -> None:
+    """Enable activation checkpointing and compile the layers, as far as `spec` asks for them.
 
-    Call this before anything wraps the layers. Raises MissingToolError without a C++ compiler.
+    Layers that are not compiled copy transposed matrices if copies speed up products. Call this before anything wraps
+    the layers. Raises MissingToolError without a C++ compiler.
     """
+    enable_checkpointing(model, spec.eager_checkpointing, spec.dropout)
     if spec.compile == "layers":
         compile_layers(model, topology, spec.gradient_checkpointing == "selective")
     elif copies_transposed(topology.device, spec.compute_dtype):

@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from aliquot.machine.torch_compile import compile_function, inductor_options
-from aliquot.optim.flat_values import ExactValues
-from aliquot.optim.gradient_norm import clip_coefficient, clip_on_device
 from aliquot.optim.master_weights import PairedWeights, Weights
-from aliquot.optim.moments import Moment, Noise
+from aliquot.optim.moments import ExactValues, Moment, Noise
 from aliquot.optim.sizes import BLOCK, SCRATCH_ROWS
 
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|[._])norm(\.|$)")  # as in transformers' Trainer
@@ -35,6 +33,16 @@ def decays(name: str, shape: Sequence[int]) -> bool:
 def rate_ratio(name: str, loraplus_lr_ratio: float) -> float:
     """Return the learning rate of a weight as a multiple of the rate of the step: LoRA+ multiplies that of B."""
     return loraplus_lr_ratio if ".lora_B." in name else 1.0
+
+
+def clip_coefficient(grad_norm: float, max_grad_norm: float) -> float:
+    """Return the factor for gradients of norm `grad_norm`, clamped to 1 as in torch.nn.utils.clip_grad_norm_."""
+    return min(1.0, max_grad_norm / (grad_norm + 1e-6))
+
+
+def clip_on_device(grad_norm: Tensor, max_grad_norm: float) -> tuple[Tensor, Tensor]:
+    """Return `clip_coefficient` in fp32, and whether the norm is finite, without waiting for the device."""
+    return (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0).float(), grad_norm.isfinite()
 
 
 def parameter_groups(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aliquot.optim.flat_values import Bf16Values, ExactValues
+from aliquot.optim.moments import Bf16Values, ExactValues
 from aliquot.optim.sizes import low_bytes
 
 

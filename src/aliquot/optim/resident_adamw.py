@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from aliquot.machine.device_copies import read_early, send
 from aliquot.machine.torch_compile import compile_function
-from aliquot.optim.gradient_norm import clip_on_device
+from aliquot.optim.adamw import clip_on_device
 
 _GRAPHS = 256  # one for each size of weight, with and without weight decay
 

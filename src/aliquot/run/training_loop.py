@@ -239,7 +239,7 @@ class TrainingLoop:
 
         recorder.enter("optimizer")
         rate = trainer.schedule.rate(step) if learning_rate is None else learning_rate
-        grad_norm = self._engine.step(rate, trainer.config.train.max_grad_norm or math.inf).grad_norm
+        grad_norm = self._engine.step(rate, trainer.config.train.max_grad_norm or math.inf)
         if not math.isfinite(grad_norm):
             raise self._diverged(f"the gradient norm is {grad_norm}")
         progress.step = step + 1

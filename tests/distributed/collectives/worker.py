@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.peers import PeerLost, Peers
-from aliquot.distributed.collectives.reduce import TensorSums, add_sum, reduce_scatter
+from aliquot.distributed.collectives.reduce import add_sum
 from aliquot.distributed.collectives.ring import Piece, Ring
 from aliquot.distributed.ranks import Members, gather
+from aliquot.engines.host.gradient_sums import reduce_scatter
 from tests.processes import as_ranks
 
 
@@ -51,7 +53,8 @@ def sums(peers: Peers, seed: int, delays: bool = True) -> None:
             checked.append(number)
 
         piece = ring.stage(numel * dtype.itemsize)
-        ring.local_view(piece, dtype, (numel,)).copy_(values(seed * 1000 + number, peers.index, numel, dtype))
+        space = ring.view(piece, peers.index, dtype, 0, (numel,))
+        space.copy_(values(seed * 1000 + number, peers.index, numel, dtype))
         if delays and own_draw.random() < 0.1:
             time.sleep(own_draw.random() * 0.02)
         ring.publish(piece, check)
@@ -94,6 +97,22 @@ def of_length(rank: int, number: int, length: int) -> torch.Tensor:
     return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
 
 
+class SumsInMemory:
+    """Sums for every host, as tensors in memory, which `reduce_scatter` takes for windows on disk."""
+
+    sent_dtype = torch.float32
+
+    def __init__(self, tensors: list[list[torch.Tensor]]) -> None:
+        self.tensors = tensors
+
+    def pieces(self, host: int) -> list[int]:
+        return [piece.numel() for piece in self.visit(host, changes=False)]
+
+    def visit(self, host: int, changes: bool) -> Iterator[torch.Tensor]:
+        for tensor in self.tensors[host]:
+            yield from torch.split(tensor, 4 << 20) if tensor.numel() else ()
+
+
 def hosts(rank: int, world_size: int) -> None:
     """Ranks told that they are on several hosts: the wire's reduce-scatter, of uneven and empty parts, and messages."""
     for per_host in [n for n in (1, 2) if world_size % n == 0 and world_size > n]:
@@ -108,7 +127,7 @@ def hosts(rank: int, world_size: int) -> None:
             return [values(sender * 10 + host, i, n, torch.float32) for i, n in enumerate(lengths[host])]  # noqa: B023
 
         gradients = [of(rank, host) for host in range(len(found.table))]
-        reduce_scatter(found.wire, TensorSums(gradients, torch.float32), ahead=2)
+        reduce_scatter(found.wire, SumsInMemory(gradients), ahead=2)
         counterparts = [ranks[found.peers.index] for ranks in found.table]
         for index, summed in enumerate(gradients[found.host]):
             parts = [of(sender, found.host)[index] for sender in counterparts]

@@ -1,23 +1,18 @@
 """Sum gradients over the ranks of a host and over hosts, in a fixed order.
 
-The sum over the ranks of a host is in fp32, block by block, so that operands stay in the CPU cache. The sum over hosts
-is a reduce-scatter implemented here: gloo implements reduce-scatter as an all-reduce, which sends twice the bytes.
+The sum over the ranks of a host is in fp32, block by block, so that operands stay in the CPU cache.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from aliquot.distributed.collectives.wire import Tally, Wire
+from aliquot.core.errors import SelfTestError
 
-_PIECE_BYTES = 16 << 20  # the largest message between hosts
 _BLOCK = 1 << 16  # elements: 256 KiB of fp32
 
 
@@ -117,87 +112,6 @@ def _round(values: Tensor, noise: Tensor) -> None:
     values.view(torch.int32).add_(noise).bitwise_and_(-0x10000)
 
 
-class HostSums(Protocol):
-    """The sums that this rank has computed for every host, as flat pieces that the hosts exchange."""
-
-    sent_dtype: torch.dtype
-
-    def pieces(self, host: int, most_bytes: int) -> list[int]:
-        """Return the number of elements of every piece for `host`; all hosts cut the same pieces."""
-        ...
-
-    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Yield the pieces for `host` in `sent_dtype`.
-
-        With `changes`, the caller changes a piece in place before it takes the next piece. The pieces may then have a
-        more precise dtype than `sent_dtype`.
-        """
-        ...
-
-
-class TensorSums:
-    """`HostSums` that are flat tensors in memory."""
-
-    def __init__(self, tensors: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-        self._tensors = tensors
-        self.sent_dtype = dtype
-
-    def pieces(self, host: int, most_bytes: int) -> list[int]:
-        return [piece.numel() for piece in self.visit(host, most_bytes, changes=False)]
-
-    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        for tensor in self._tensors[host]:
-            if tensor.numel():
-                yield from torch.split(tensor, max(1, most_bytes // self.sent_dtype.itemsize))
-
-
-def reduce_scatter(wire: Wire, sums: HostSums, ahead: int) -> None:
-    """Replace the sums for this host by the sums over all hosts, added in the order of the hosts.
-
-    While one piece is summed, `ahead` pieces per host are in transit. Raises SelfTestError if values arrive corrupted.
-    """
-    sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
-    local = sums.visit(wire.host, _PIECE_BYTES, changes=True)
-    expected = deque(sums.pieces(wire.host, _PIECE_BYTES))
-    # A sender cuts the sums for a host into the same pieces as that host. Hosts may have different numbers of pieces.
-    outgoing = {host: sums.visit(host, _PIECE_BYTES, changes=False) for host in wire.peer_hosts}
-    arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
-    sending: deque[list[Future[None]]] = deque()
-    # Both sides post the sends and receives of a round before they wait for an earlier round.
-    while expected or outgoing:
-        if expected:
-            numel = expected.popleft()
-            buffers = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in wire.peer_hosts}
-            arriving.append({host: (buffer, wire.receive(buffer, host)) for host, buffer in buffers.items()})
-        leaving = {host: next(pieces, None) for host, pieces in outgoing.items()}
-        sending.append([])
-        for host, piece in leaving.items():
-            if piece is not None:
-                sent[host].add(piece)
-                sending[-1].append(wire.send(piece, host))
-        outgoing = {host: pieces for host, pieces in outgoing.items() if leaving[host] is not None}
-        if len(arriving) > ahead:
-            _add_arrivals(wire, next(local), arriving.popleft(), received)
-        if len(sending) > ahead:
-            wire.wait_all(sending.popleft())
-    for arrivals in arriving:
-        _add_arrivals(wire, next(local), arrivals, received)
-    for transfers in sending:
-        wire.wait_all(transfers)
-    for _ in local:  # yields nothing more, but lets `visit` store the last changed piece
-        pass
-    wire.compare(sent, received)
-
-
-def _add_arrivals(
-    wire: Wire, local: Tensor, arrivals: Mapping[int, tuple[Tensor, Future[None]]], received: Mapping[int, Tally]
-) -> None:
-    for host, (buffer, arrives) in arrivals.items():
-        wire.wait(arrives)
-        received[host].add(buffer)
-    add_hosts(local, wire.host, {host: buffer for host, (buffer, _) in arrivals.items()})
-
-
 def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> None:
     """Replace `local`, the values of `local_host`, by the sum over all hosts, added in the order of the hosts.
 
@@ -208,3 +122,14 @@ def add_hosts(local: Tensor, local_host: int, received: dict[int, Tensor]) -> No
     for values in ordered[1:]:
         total.add_(values)
     local.copy_(total)  # copies nothing if `total` is `local`
+
+
+def check_result(operation: str, result: Tensor, expected: Tensor) -> None:
+    """Raise SelfTestError unless `operation` on known numbers gave the flat `expected`."""
+    wrong = (result != expected).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise SelfTestError(
+            f"a {operation} of known numbers gave {result[at].item()} instead of {expected[at].item()}:"
+            " broken torch or memory?"
+        )

@@ -61,12 +61,8 @@ class Ring:
         return Piece(self._staged, start, size_bytes)
 
     def view(self, piece: Piece, rank: int, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Return a view of the elements that `rank` has staged in `piece`, from element `start` on."""
+        """Return a view of the elements of `rank` in `piece`, from element `start` on; fill it before `publish`."""
         return self._memories[rank].tensor(piece.start + start * dtype.itemsize, shape, dtype)
-
-    def local_view(self, piece: Piece, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return a view of this rank's space for `piece`, to be filled before `publish`."""
-        return self.view(piece, self._peers.index, dtype, 0, shape)
 
     def publish(self, piece: Piece, reader: Callable[[Piece], None]) -> None:
         """Publish a filled piece. `reader(piece)` is called once, after every rank has published the piece."""

@@ -21,7 +21,7 @@ from aliquot.core.errors import EngineError, SelfTestError
 from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.base import Counters, EngineSpec
 from aliquot.engines.deepspeed.deepspeed_setup import (
     adamw,
     compiles_adam,
@@ -145,13 +145,13 @@ class DeepspeedEngine(ModelEngine, FlatParts):
     def _loss(self, batch: MicroBatch | None, scale: float) -> tuple[Tensor, Tensor]:
         return cast("tuple[Tensor, Tensor]", self._engine(batch, scale))
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> float:
         optimizer = self._engine.optimizer
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.clip_grad = max_grad_norm if math.isfinite(max_grad_norm) else 0.0
         self._engine.step()
-        return StepResult(float(self._engine.get_global_grad_norm()))
+        return float(self._engine.get_global_grad_norm())
 
     def counters(self) -> Counters:
         optimizer = self._engine.optimizer

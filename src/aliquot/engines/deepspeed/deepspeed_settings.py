@@ -26,12 +26,10 @@ def deepspeed_settings(config: RunConfig, world_size: int, hidden_size: int) -> 
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
         "stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    for key, value in automatic.items():
-        if written.get("zero_optimization", {}).get(key) == AUTO:
-            zero[key] = value
-    result = {key: value for key, value in explicit.items() if _fate(key) == "honoured"}
-    for key in ("optimizer", "scheduler"):
-        result.pop(key, None)
+    written_zero = written.get("zero_optimization", {})
+    zero |= {key: value for key, value in automatic.items() if written_zero.get(key) == AUTO}
+    replaced = ("optimizer", "scheduler")  # by objects of this run
+    result = {key: value for key, value in explicit.items() if key not in replaced and _fate(key) == "honoured"}
     for section in ("offload_optimizer", "offload_param"):
         if section in zero:
             zero[section] = {key: value for key, value in zero[section].items() if key != "nvme_path"}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from aliquot.core.errors import EngineError, SelfTestError
+from aliquot.core.errors import EngineError
 from aliquot.distributed.collectives.peers import Peers, host_identity
-from aliquot.distributed.collectives.reduce import add_sum
+from aliquot.distributed.collectives.reduce import add_sum, check_result
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import EngineSpec
@@ -178,23 +178,13 @@ def check_collectives(device: torch.device, staging: StagingBuffer | None, divis
     else:
         SharedReduceScatter(staging)(output_tensor=reduced, input_tensor=addends, group=group, op=dist.ReduceOp.SUM)
         SharedAllGather(staging)(output_tensor=gathered, input_tensor=torch.full_like(reduced, rank), group=group)
-    _expect("reduce-scatter", reduced, torch.full_like(reduced, size * rank + _sum_to(size)))
-    _expect("all-gather", gathered, whole)
+    check_result("reduce-scatter", reduced, torch.full_like(reduced, size * rank + _sum_to(size)))
+    check_result("all-gather", gathered, whole)
     if division.replicas > 1:
         summed = torch.full_like(reduced, division.replica + 1)
         dist.all_reduce(summed, group=division.replica_group)
-        _expect("all-reduce", summed, torch.full_like(summed, _sum_to(division.replicas)))
+        check_result("all-reduce", summed, torch.full_like(summed, _sum_to(division.replicas)))
 
 
 def _sum_to(count: int) -> float:
     return count * (count + 1) / 2
-
-
-def _expect(collective: str, result: Tensor, expected: Tensor) -> None:
-    wrong = (result != expected).nonzero()
-    if len(wrong):
-        at = int(wrong[0])
-        raise SelfTestError(
-            f"a {collective} of known numbers gave {result[at].item()} instead of {expected[at].item()}:"
-            " broken torch or memory?"
-        )

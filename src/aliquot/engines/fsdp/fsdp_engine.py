@@ -24,7 +24,7 @@ from aliquot.core.errors import EngineError
 from aliquot.core.number_format import count_of
 from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.base import Counters, EngineSpec
 from aliquot.engines.fsdp.fp8_layers import gathered_bytes, update_scales, use_fp8
 from aliquot.engines.fsdp.fsdp_collectives import (
     RoundedReduceScatter,
@@ -33,17 +33,16 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     use_shared_memory,
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
-from aliquot.engines.global_norm import global_norm, global_norm_on_device
+from aliquot.engines.global_norm import global_norm, global_norm_on_device, squared_norms
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import compile_or_copy, run_head_loss
+from aliquot.engines.model_kernels import prepare_layers, run_head_loss
 from aliquot.machine.device_copies import read_early
-from aliquot.models import backward_pass, model_calls
+from aliquot.models import model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import decoder_layers, materialise
 from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.head_loss import Chosen, FusedLoss
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
-from aliquot.optim.gradient_norm import squared_norms
 from aliquot.tensor_io.parts import KINDS, FlatParts, Kind, Part
 
 
@@ -94,8 +93,7 @@ class FsdpEngine(ModelEngine, FlatParts):
         policy = MixedPrecisionPolicy(spec.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if spec.fp8:
             use_fp8(meta, device, gathers=True)
-        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
-        compile_or_copy(meta, spec, topology)
+        prepare_layers(meta, spec, topology)
         # FSDP2 pins the shards when `materialise` allocates them, before the optimizer gets them. From pinned memory,
         # copies to the GPU overlap with kernels.
         offload = CPUOffloadPolicy(pin_memory=topology.device == "cuda") if spec.offload else OffloadPolicy()
@@ -213,7 +211,7 @@ class FsdpEngine(ModelEngine, FlatParts):
     def _fused_loss(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         return cast("tuple[Tensor, Tensor]", self._model.fused_loss(*arguments))  # type: ignore[operator]
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> float:
         for shard in self._trainable:
             gradient = cast("DTensor | None", shard.parameter.grad)
             # A shard without rows has no gradient, but the optimizer needs a gradient for every weight.
@@ -232,7 +230,7 @@ class FsdpEngine(ModelEngine, FlatParts):
             update_scales(self._model)
         if self._keeps_gradients:
             torch._foreach_zero_(gradients)
-        return StepResult(float(result))
+        return float(result)
 
     def counters(self) -> Counters:
         trainable = sum(shard.local.numel() for shard in self._trainable)

@@ -47,11 +47,11 @@ def fsdp_memory(
         reduce-scatter. FSDP2 keeps this input until the next reduce-scatter. Unsharded weights are all in memory until
         the end. FSDP2 adds unsharded gradients to their sums, which count as gradients, before it reduces the sums.
         """
-        most = done = 0
+        most = 0
         learned_root, *learned_layers = learned
         unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
         reduced = 4 + rounded  # bytes per gradient in a reduce-scatter
-        for at in range(len(layers) - 1, -1, -1):
+        for done, at in enumerate(reversed(range(len(layers)))):
             ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
             before = 4 * learned_layers[at + 1] if at + 1 < len(layers) else 0
             gathered = whole if unsharded.weights else compute * root + compute * layers[at] + ahead
@@ -59,9 +59,7 @@ def fsdp_memory(
             left = whole if unsharded.weights else compute * root + ahead
             reducing = left + (unreduced + reduced) * learned_layers[at] + reduced * learned_layers[at] // ranks
             most = max(most, max(computing, reducing) - done * layer_bytes)
-            done += 1
-        activations_left = backward_bytes - done * layer_bytes
-        freed = backward_bytes - max(0, activations_left)
+        freed = min(backward_bytes, len(layers) * layer_bytes)
         gathered = whole if unsharded.weights else compute * root
         ending = gathered + (unreduced + reduced) * learned_root + reduced * learned_root // ranks - freed
         return max(most, ending, 0)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.base import Counters, EngineSpec
 from aliquot.engines.fsdp.fp8_layers import use_fp8
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import compile_or_copy
-from aliquot.models import backward_pass
+from aliquot.engines.model_kernels import prepare_layers
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.structure import materialise
 from aliquot.optim.adamw import decays, rate_ratio
@@ -64,8 +63,7 @@ class SingleGpuEngine(ModelEngine, FlatParts):
         device = torch.device(topology.device)
         if spec.fp8:
             use_fp8(meta, device, gathers=False)
-        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
-        compile_or_copy(meta, spec, topology)
+        prepare_layers(meta, spec, topology)
         for name, parameter in meta.named_parameters():
             if name not in spec.exact:
                 parameter.data = parameter.data.to(spec.compute_dtype)
@@ -105,11 +103,11 @@ class SingleGpuEngine(ModelEngine, FlatParts):
             gradient.total = latest.float() if gradient.total is None else gradient.total.add_(latest)
             parameter.grad = None
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> float:
         gradients = [gradient.take() for gradient in self._gradients]
         self._sums = False
         # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
-        return StepResult(float(self._optimizer.step(gradients, learning_rate, max_grad_norm)))
+        return float(self._optimizer.step(gradients, learning_rate, max_grad_norm))
 
     def counters(self) -> Counters:
         weights = self._weights.values()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ from aliquot.engines.host.sparse_rows_codec import (
 )
 
 _POLL_S = 1e-3
+
+Decoded = TypeVar("Decoded")
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class GradientExchange:
 
     def _add_rows(self, piece: ExchangePiece, buffers: Mapping[int, Tensor]) -> None:
         sums = self._local_sums(piece)
-        rows = {host: self._received_rows(buffer, host, piece) for host, buffer in buffers.items()}
+        rows = {host: self._decoded(decode_rows, buffer, host, piece) for host, buffer in buffers.items()}
         rows[self._wire.host] = self._local_rows.pop(piece.index)
         width = self._weights[piece.index].row_numel
         numbers, values = sum_rows([rows[host] for host in sorted(rows)], width)
@@ -291,23 +294,21 @@ class GradientExchange:
         if self._is_dense(piece):
             self._received[host].add(buffer)
             return buffer
-        rows, width = self._rows_and_width(piece)
-        message = self._message_in(buffer, host, rows, width)
-        return decode_table(message, rows, width, self._sums.sent_dtype, self._wire.gradients_of(host))
+        return self._decoded(decode_table, buffer, host, piece)
 
-    def _received_rows(self, buffer: Tensor, host: int, piece: ExchangePiece) -> Rows:
-        rows, width = self._rows_and_width(piece)
-        message = self._message_in(buffer, host, min(rows, self._most_rows), width)
-        return decode_rows(message, rows, width, self._sums.sent_dtype, self._wire.gradients_of(host))
-
-    def _message_in(self, buffer: Tensor, host: int, rows: int, width: int) -> Tensor:
-        message = message_in(buffer, rows, width, self._sums.sent_dtype.itemsize, self._wire.gradients_of(host))
+    def _decoded(self, decode: Callable[..., Decoded], buffer: Tensor, host: int, piece: ExchangePiece) -> Decoded:
+        """Return what `decode` finds in the message of encoded rows in a buffer."""
+        rows, most, width = self._row_counts(piece)
+        dtype, sender = self._sums.sent_dtype, self._wire.gradients_of(host)
+        message = message_in(buffer, most, width, dtype.itemsize, sender)
         self._received[host].add(message)
-        return message
+        return decode(message, rows, width, dtype, sender)
 
-    def _rows_and_width(self, piece: ExchangePiece) -> tuple[int, int]:
+    def _row_counts(self, piece: ExchangePiece) -> tuple[int, int, int]:
+        """Return the rows of a piece, the most rows in a message about the piece, and the width of a row."""
         width = self._weights[piece.index].row_numel
-        return (piece.stop - piece.start) // width, width
+        rows = (piece.stop - piece.start) // width
+        return rows, min(rows, self._most_rows) if piece.adds_rows else rows, width
 
     def _end_departure(self) -> None:
         transfer, values, from_pool = self._departures.popleft()
@@ -320,8 +321,6 @@ class GradientExchange:
         piece = pieces[0]
         if self._is_dense(piece):
             return self._pool.take(sum(piece.stop - piece.start for piece in pieces))
-        rows, width = self._rows_and_width(piece)
-        if piece.adds_rows:
-            rows = min(rows, self._most_rows)
-        size = most_bytes(rows, width, self._sums.sent_dtype.itemsize)
+        _, most, width = self._row_counts(piece)
+        size = most_bytes(most, width, self._sums.sent_dtype.itemsize)
         return torch.empty(size, dtype=torch.uint8)  # only the pages that the message fills take memory

@@ -13,15 +13,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from aliquot.distributed.collectives.reduce import add_hosts
+from aliquot.distributed.collectives.wire import Tally, Wire
+from aliquot.engines.global_norm import block_squares
 from aliquot.engines.host.host_disk import HostDisk, SumKey
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import AHEAD, SUMS_BUFFERS, paged, windows
-from aliquot.optim.gradient_norm import block_squares
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.range_io import mapped_tensor
 
@@ -47,7 +51,6 @@ class GradientSums:
         self._host = counterparts.host
         self.allocate_transient: Callable[[int], Tensor] = torch.empty
         self._transient_sums: dict[tuple[int, int, int], Tensor] = {}  # (host, weight, start) -> sums to send
-        self._disk = disk
         places = {} if disk is None else disk.sums
         self._window_sums = None if disk is None else WindowSums(disk.scratch, places, dtype)
         on_disk = {index for _, index, _ in places}
@@ -67,7 +70,6 @@ class GradientSums:
         ]
         ranks = counterparts.ranks
         self._windows = [[windows(w.trainable_numel(owner), states, w.row_numel) for w in weights] for owner in ranks]
-        self._itemsize = dtype.itemsize
 
     @cached_property
     def size_bytes(self) -> int:
@@ -141,32 +143,20 @@ class GradientSums:
                 assert self._window_sums is not None
                 yield from self._window_sums.squares[self._host, index, number]
 
-    def pieces(self, host: int, most_bytes: int) -> list[int]:
-        """Return the number of elements of each tensor that `visit` yields for the sums on disk."""
+    def pieces(self, host: int) -> list[int]:
+        """Return the number of elements of each window that `visit` yields. All hosts cut the same windows."""
         return [stop - start for index in self.on_disk for start, stop in self._windows[host][index]]
 
-    def visit(self, host: int, most_bytes: int, changes: bool) -> Iterator[Tensor]:
-        """Yield the sums on disk, one window at a time. With `changes`, the caller changes each window in place."""
-        if not self.on_disk:
-            return
-        assert self._disk is not None and self._window_sums is not None
-        visited = [(index, *entry) for index in self.on_disk for entry in enumerate(self._windows[host][index])]
-        moves = [Move(*self._place(host, i, number), written_from=0 if changes else None) for i, number, _ in visited]
-        stream = iter(ScratchStream(self._disk.scratch, moves))
-        for index, number, (start, stop) in visited:
-            values = next(stream)[: (stop - start) * self._itemsize].view(self.dtype)
-            if changes:
-                yield values
-                self._window_sums.squares[host, index, number] = block_squares(values)
-            else:
-                yield values.to(self.sent_dtype, copy=True)
-        for _ in stream:  # the exhausted stream writes the last window
-            pass
+    def visit(self, host: int, changes: bool) -> Iterator[Tensor]:
+        """Yield the sums on disk, one window at a time, in `sent_dtype`.
 
-    def _place(self, host: int, index: int, number: int) -> tuple[int, int]:
-        assert self._disk is not None
-        offset, numel = self._disk.sums[host, index, number]
-        return offset, paged(numel * self._itemsize)
+        With `changes`, the windows have their own dtype, and the caller changes a window in place before it takes the
+        next one.
+        """
+        if self._window_sums is not None:
+            keys = [(host, i, number) for i in self.on_disk for number in range(len(self._windows[host][i]))]
+            for values in self._window_sums.visit(keys, changes):
+                yield values if changes else values.to(self.sent_dtype, copy=True)
 
 
 class WindowSums:
@@ -204,6 +194,16 @@ class WindowSums:
         if not overwrite:
             self._read_ahead(key)
         return self._values(*self._open)
+
+    def visit(self, keys: Sequence[SumKey], changes: bool) -> Iterator[Tensor]:
+        """Yield the sums of each window. With `changes`, the caller changes them in place. Call `flush` before."""
+        places = [self._places[key] for key in keys]
+        moves = [Move(at, paged(numel * self._dtype.itemsize), 0 if changes else None) for at, numel in places]
+        for key, buffer in zip(keys, ScratchStream(self._scratch, moves), strict=True):
+            values = self._values(key, buffer)
+            yield values
+            if changes:
+                self.squares[key] = block_squares(values)
 
     def flush(self) -> None:
         """Write all changes, and return when every window is on disk. Raises StorageError."""
@@ -263,3 +263,46 @@ class WindowSums:
             _, buffer, read = self._reading.popleft()
             read.exception()
             self._free.append(buffer)
+
+
+def reduce_scatter(wire: Wire, sums: GradientSums, ahead: int) -> None:
+    """Replace the sums on disk for this host by the sums over all hosts, added in the order of the hosts.
+
+    gloo would implement a reduce-scatter as an all-reduce, which sends twice the bytes. While one window is summed,
+    `ahead` windows per host are in transit. Raises SelfTestError if values arrive corrupted.
+    """
+    sent, received = ({host: Tally() for host in wire.peer_hosts} for _ in range(2))
+    local = sums.visit(wire.host, changes=True)
+    # A sender cuts the sums for a host into the same windows as that host. Hosts may have different numbers of windows.
+    outgoing = (sums.visit(host, changes=False) for host in wire.peer_hosts)
+    arriving: deque[dict[int, tuple[Tensor, Future[None]]]] = deque()
+    sending: deque[list[Future[None]]] = deque()
+    # Both sides post the sends and receives of a round before they wait for an earlier round.
+    rounds: Iterator[tuple[Any, ...]] = zip_longest(sums.pieces(wire.host), *outgoing)
+    for numel, *windows_to_send in rounds:
+        if numel is not None:
+            buffers = {host: torch.empty(numel, dtype=sums.sent_dtype) for host in wire.peer_hosts}
+            arriving.append({host: (buffer, wire.receive(buffer, host)) for host, buffer in buffers.items()})
+        leaving = [pair for pair in zip(wire.peer_hosts, windows_to_send, strict=True) if pair[1] is not None]
+        for host, values in leaving:
+            sent[host].add(values)
+        sending.append([wire.send(values, host) for host, values in leaving])
+        if len(arriving) > ahead:
+            _add_arrivals(wire, next(local), arriving.popleft(), received)
+        if len(sending) > ahead:
+            wire.wait_all(sending.popleft())
+    for arrivals in arriving:
+        _add_arrivals(wire, next(local), arrivals, received)
+    for transfers in sending:
+        wire.wait_all(transfers)
+    next(local, None)  # lets `visit` store the last changed window
+    wire.compare(sent, received)
+
+
+def _add_arrivals(
+    wire: Wire, local: Tensor, arrivals: Mapping[int, tuple[Tensor, Future[None]]], received: Mapping[int, Tally]
+) -> None:
+    for host, (buffer, arrives) in arrivals.items():
+        wire.wait(arrives)
+        received[host].add(buffer)
+    add_hosts(local, wire.host, {host: buffer for host, (buffer, _) in arrivals.items()})

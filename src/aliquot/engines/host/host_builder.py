@@ -26,7 +26,7 @@ from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.compressed_layers import CompressedLayers, choose_compressed
 from aliquot.engines.host.compute_device import DeviceGradients, DeviceWeights
 from aliquot.engines.host.gradient_sums import GradientSums
-from aliquot.engines.host.host_disk import HostDisk, StateFormat
+from aliquot.engines.host.host_disk import HostDisk
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.host_states import HostStates
 from aliquot.engines.host.layer_hooks import spread_layers
@@ -83,9 +83,8 @@ class HostComponents:
         sum_dtype = torch.float32 if states == "fp32" else torch.bfloat16
         self.disk: HostDisk | None = None
         if spec.on_disk:
-            state_format = StateFormat(states, spec.compute_dtype == torch.bfloat16, sum_dtype.itemsize)
             index, folder = parameter_index(model, embedding), spec.offload_directory
-            self.disk = HostDisk(folder, spec.on_disk, weights, index, counterparts, state_format, streamed)
+            self.disk = HostDisk(folder, spec.on_disk, weights, index, counterparts, states, streamed)
 
         order = GradientOrder.from_model(model, head, looked_up, spec.packs)
         sent_dtype = torch.bfloat16 if spec.reduce_dtype == "bf16" else sum_dtype
@@ -105,9 +104,9 @@ class HostComponents:
             if device_weights is not None:
                 device_weights.decode(self.compressed)
         shards = [shared.shard(index, topology.rank) for index in range(len(weights))]
-        self.states = HostStates(shards, self.sums, states, self.disk, streamed, spec.compile == "layers")
-        if self.compressed is not None:
-            self.states.compress(self.compressed)
+        self.states = HostStates(
+            shards, self.sums, states, self.disk, streamed, spec.compile == "layers", self.compressed
+        )
         self.optimizer = BlockedAdamW(
             betas=(spec.adam_beta1, spec.adam_beta2),
             epsilon=spec.adam_epsilon,

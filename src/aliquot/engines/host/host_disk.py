@@ -7,21 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aliquot.engines.engine_plan import OnDisk, first_of
+from aliquot.engines.host.host_memory import sum_itemsize
 from aliquot.engines.host.shared_weights import Counterparts, Weight
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.offload.windows import Record, paged, record, state_bytes, windows
 from aliquot.optim.sizes import States
 
 SumKey = tuple[int, int, int]  # (host whose rank owns the sums, weight, window number)
-
-
-@dataclass(frozen=True)
-class StateFormat:
-    """The storage format of the state on disk that an update reads and writes."""
-
-    states: States  # of the moments
-    splits: bool  # master weights are stored as the bf16 copy and the low halves
-    sum_itemsize: int  # bytes of an element of a gradient sum
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class HostDisk:
         weights: Sequence[Weight],
         embedding: int,
         counterparts: Counterparts,
-        state_format: StateFormat,
+        states: States,
         streamed: Collection[int] = (),
     ) -> None:
         """Lay out and allocate the file. Raises StorageError if the directory cannot hold it.
@@ -64,24 +56,24 @@ class HostDisk:
         end = 0
         for index in [*updated, *sorted(set(streamed) - set(updated))]:
             weight, placed = weights[index], []
-            for start, stop in windows(weight.shard_numel(counterparts.rank), state_format.states, weight.row_numel):
+            for start, stop in windows(weight.shard_numel(counterparts.rank), states, weight.row_numel):
                 numel = stop - start
-                sizes = {"gradient": numel * state_format.sum_itemsize} if index in with_sums else {}
+                sizes = {"gradient": numel * sum_itemsize(states)} if index in with_sums else {}
                 if index in streamed:
-                    sizes["compute"] = numel * (2 if state_format.splits else 4)
-                if weight.trainable:
-                    sizes |= state_bytes(numel, state_format.states, weight.row_numel, state_format.splits)
+                    sizes["compute"] = numel * weight.dtype.itemsize
+                if weight.trainable:  # bf16 weights are the high halves of master weights
+                    sizes |= state_bytes(numel, states, weight.row_numel, splits=weight.dtype.itemsize == 2)
                 placed.append(Window(start, stop, record(end, sizes)))
                 end += placed[-1].record.size_bytes
             self.windows[index] = placed
         self.states = {index: self.windows[index] for index in updated}
         for index in sorted(with_sums):
             for host, owner in enumerate(counterparts.ranks):
-                cut = windows(weights[index].shard_numel(owner), state_format.states, weights[index].row_numel)
+                cut = windows(weights[index].shard_numel(owner), states, weights[index].row_numel)
                 for number, (start, stop) in enumerate(cut):
                     if host == counterparts.host:
                         offset = self.states[index][number].record.offset  # sums are a record's first field
                     else:
-                        offset, end = end, end + paged((stop - start) * state_format.sum_itemsize)
+                        offset, end = end, end + paged((stop - start) * sum_itemsize(states))
                     self.sums[host, index, number] = (offset, stop - start)
         self.scratch = ScratchFile(directory, end)

@@ -36,15 +36,15 @@ from torch import Tensor, nn
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Counters, EngineSpec, StepResult
+from aliquot.engines.base import Counters, EngineSpec
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import HostComponents, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
 from aliquot.engines.host.layer_hooks import LayerHooks, Layers
 from aliquot.engines.model_engine import ModelEngine
-from aliquot.engines.model_kernels import compile_or_copy
+from aliquot.engines.model_kernels import prepare_layers
 from aliquot.machine.cpu import numa_nodes
-from aliquot.models import backward_pass, model_calls
+from aliquot.models import model_calls
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.experts.expert_modules import experts_weights, send_to
@@ -99,8 +99,7 @@ class HostEngine(ModelEngine):
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         node = numa_nodes(Path("/")).get(topology.cores[0], 0) if topology.cores else 0
-        backward_pass.enable_checkpointing(meta, spec.eager_checkpointing, spec.dropout)
-        compile_or_copy(meta, spec, topology)
+        prepare_layers(meta, spec, topology)
         return cls(meta, spec, Hosts.join(topology.rank, node, gather), topology)
 
     def _gradient_hooks(self) -> Iterator[RemovableHandle]:
@@ -220,7 +219,7 @@ class HostEngine(ModelEngine):
             ids, gradient = ids[used], gradient[used]
         self._components.staging.add_rows(parameter_index(self._model, embedding.weight), ids, gradient)
 
-    def step(self, learning_rate: float, max_grad_norm: float) -> StepResult:
+    def step(self, learning_rate: float, max_grad_norm: float) -> float:
         if self._hosts.wire is None:
             # Once per optimizer step instead of per micro-batch, because all ranks wait for each other here.
             self._components.gradients.finish()
@@ -239,7 +238,7 @@ class HostEngine(ModelEngine):
                 self._components.device_weights.outdate(self._components.update_order)
             if self._components.overlapped is not None:
                 self._components.overlapped.begin(update)
-                return StepResult(norm)
+                return norm
             if self._components.publication is not None:
                 self._components.publication.begin(
                     self._components.update_order, raw=self._spec.compute_dtype == torch.float32
@@ -247,7 +246,7 @@ class HostEngine(ModelEngine):
             update()
         if self._components.publication is None:
             self._hosts.peers.barrier()
-        return StepResult(norm)
+        return norm
 
     def _shards_to_update(self) -> Iterator[FlatShard]:
         """Yield every shard to update, and publish each weight after the last of its shards is updated."""

@@ -24,16 +24,16 @@ from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.distributed.collectives.hosts import Hosts
 from aliquot.distributed.collectives.reduce import (
     RoundingNoise,
-    TensorSums,
+    add_hosts,
     add_rows_rounded,
     add_sum,
     add_sum_rounded,
-    reduce_scatter,
+    check_result,
 )
 from aliquot.distributed.collectives.ring import Piece, Ring
 from aliquot.distributed.collectives.wire import Wire
 from aliquot.engines.host.gradient_exchange import ExchangePiece, GradientExchange
-from aliquot.engines.host.gradient_sums import GradientSums
+from aliquot.engines.host.gradient_sums import GradientSums, reduce_scatter
 from aliquot.engines.host.host_memory import TAG_BYTES, WINDOWS_AHEAD, looked_up_bytes, piece_edges, ring_bytes
 from aliquot.engines.host.shared_weights import Counterparts, GradientOrder, Weight
 from aliquot.engines.host.sparse_rows_codec import Rows, sum_rows
@@ -339,7 +339,7 @@ class HostGradients:
         hosts, ring, ranks = self._hosts, self.ring, self._peers.ranks
         total = torch.zeros(_CHECK_NUMEL)
         piece = ring.stage(4 * _CHECK_NUMEL)
-        ring.local_view(piece, torch.float32, (_CHECK_NUMEL,)).fill_(ranks[self._peers.index] + 1)
+        ring.view(piece, self._peers.index, torch.float32, 0, (_CHECK_NUMEL,)).fill_(ranks[self._peers.index] + 1)
 
         def read(piece: Piece) -> None:
             views = [ring.view(piece, member, torch.float32, 0, (_CHECK_NUMEL,)) for member in range(len(ranks))]
@@ -347,14 +347,13 @@ class HostGradients:
 
         ring.publish(piece, read)
         ring.drain()
-        _expect("the ranks of this host", total, sum(rank + 1 for rank in ranks))
-        if hosts.wire is not None:
-            parts = [[torch.full((_CHECK_NUMEL,), float(self._counterparts.rank + 1))] for _ in hosts.table]
-            reduce_scatter(hosts.wire, TensorSums(parts, torch.float32), ahead=1)
-            _expect("the hosts", parts[hosts.host][0], sum(rank + 1 for rank in self._counterparts.ranks))
-
-
-def _expect(summed_over: str, total: Tensor, expected: int) -> None:
-    if not bool((total == expected).all()):
-        result = f"{total[0].item()} instead of {expected}"
-        raise SelfTestError(f"a sum over {summed_over} gave {result}: broken torch or memory?")
+        expected = torch.full_like(total, sum(rank + 1 for rank in ranks))
+        check_result("sum over the ranks of this host", total, expected)
+        if (wire := hosts.wire) is not None:
+            total.fill_(self._counterparts.rank + 1)
+            received = {host: torch.empty_like(total) for host in wire.peer_hosts}
+            arriving = [wire.receive(buffer, host) for host, buffer in received.items()]
+            wire.wait_all([*(wire.send(total, host) for host in wire.peer_hosts), *arriving])
+            add_hosts(total, hosts.host, received)
+            expected.fill_(sum(rank + 1 for rank in self._counterparts.ranks))
+            check_result("sum over the hosts", total, expected)

@@ -50,7 +50,7 @@ TAG_BYTES = 64  # at the start of each piece: its weight and its position in the
 def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: OnDisk) -> RankMemory:
     """Return the memory of a rank with engine host, if the state that `on_disk` selects is on disk."""
     states, splits = config.train.optimizer_states, config.train.chosen_precision == "bf16"
-    compute, sum_itemsize = 2 if splits else 4, _sum_itemsize(states)
+    compute = 2 if splits else 4
     shares = {weight: padded_share(weight, layout.world_size) for weight in shape.alike}
     states_on_disk, sums_on_disk = dict(on_disk.states), dict(on_disk.gradients)
     low = gradients = moments = waiting = 0
@@ -62,7 +62,7 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
         low += in_memory * (low_bytes(shares[weight]) if splits else 0)
         moments += in_memory * 2 * moment_bytes(states, shares[weight], numel(weight[1:]))
         summed = count - sums_on_disk.get(weight, 0)
-        gradients += summed * sum_itemsize * shares[weight]
+        gradients += summed * sum_itemsize(states) * shares[weight]
         # Sums for other hosts. With one micro-batch per step, ranks store only sums to which looked-up rows are added.
         added_to = int(weight == shape.embedding and shape.embedding_is_added_to)
         waiting += (min(summed, added_to) if passes else summed) * shares[weight]
@@ -185,7 +185,7 @@ def _pinned_bytes(shape: ModelShape, itemsize: int) -> int:
 
 def sent_itemsize(config: RunConfig) -> int:
     """Return the bytes per element of a gradient that is sent to another host."""
-    return 2 if config.shard.reduce_dtype == "bf16" else _sum_itemsize(config.train.optimizer_states)
+    return 2 if config.shard.reduce_dtype == "bf16" else sum_itemsize(config.train.optimizer_states)
 
 
 def published_bytes(config: RunConfig, first_step: bool = False) -> float:
@@ -249,7 +249,7 @@ def disk_use(config: RunConfig, shape: ModelShape, layout: RankLayout, on_disk: 
     all_states = sum(count * _state_bytes(config, weight) for weight, count in on_disk.states)
     # Every host stores sums of the whole gradient, and sends the sums to their owners once per step.
     summed = sum(count * numel(weight) for weight, count in on_disk.gradients)
-    sums = summed * _sum_itemsize(config.train.optimizer_states)
+    sums = summed * sum_itemsize(config.train.optimizer_states)
     exchanged = (layout.nodes - 1) * sums
     looked_up = shape.embedding if shape.embedding_learns and dict(on_disk.states).get(shape.embedding) else None
     first = 0 if looked_up is None else 2 * _state_bytes(config, looked_up)
@@ -316,7 +316,7 @@ def _windows_bytes(
     streamed = summing = reading = 0
     for weight, _ in on_disk.states:
         longest = longest_window(shares[weight], states, numel(weight[1:]))
-        sums_bytes = paged(_sum_itemsize(states) * longest) if weight in summed else 0
+        sums_bytes = paged(sum_itemsize(states) * longest) if weight in summed else 0
         fields = state_bytes(longest, states, numel(weight[1:]), splits)
         weights_bytes = paged(longest * (2 if splits else 4)) if on_disk.layers else 0
         streamed = max(streamed, STREAM_BUFFERS * (sums_bytes + weights_bytes + sum(map(paged, fields.values()))))
@@ -329,7 +329,7 @@ def _windows_bytes(
     return streamed, summing + reading
 
 
-def _sum_itemsize(states: str) -> int:
+def sum_itemsize(states: str) -> int:
     """Return the bytes of an element of a gradient sum."""
     return 4 if states == "fp32" else 2
 

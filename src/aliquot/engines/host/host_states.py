@@ -22,9 +22,8 @@ from aliquot.engines.host.shared_weights import WeightShard
 from aliquot.offload.scratch_file import Move, ScratchFile, ScratchStream
 from aliquot.offload.windows import paged
 from aliquot.optim.adamw import FlatShard, decays
-from aliquot.optim.flat_values import Bf16Values, ExactValues
 from aliquot.optim.master_weights import PairedWeights, SplitWeights, Weights
-from aliquot.optim.moments import Moment, moment
+from aliquot.optim.moments import Bf16Values, ExactValues, Moment, moment
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.parts import Kind
 from aliquot.tensor_io.range_io import mapped_tensor
@@ -41,11 +40,12 @@ class HostStates:
         disk: HostDisk | None,
         streamed: Collection[int],
         compiled: bool,
+        compressed: CompressedLayers | None = None,
     ) -> None:
         """Allocate the state in memory.
 
         `streamed`: the weights of streamed layers, whose bf16 weights are also on disk. `compiled`: a compiled kernel
-        runs the update.
+        runs the update. `compressed`: the weights that are stored in its format.
         """
         self._split = PairedWeights if compiled and states == "fp32" else SplitWeights
         self._shards = shards
@@ -63,16 +63,13 @@ class HostStates:
             for index, shard in enumerate(shards)
             if not shard.weight.trainable and index not in self._windows
         }
+        if compressed is not None:
+            self._frozen |= {index: compressed.shard(index, shards[index].start) for index in compressed.weights}
         for index, shard in enumerate(shards):
             if index not in self._updated_on_disk and shard.weight.trainable:
                 gradient = sums.local(index)
                 assert gradient is not None  # a weight whose sums are on disk also has its states on disk
                 self._resident[index] = self._flat_shard(shard, 0, shard.numel, gradient, {})
-
-    def compress(self, compressed: CompressedLayers) -> None:
-        """Store the weights of `compressed` in its format."""
-        for index in compressed.weights:
-            self._frozen[index] = compressed.shard(index, self._shards[index].start)
 
     @property
     def low_bytes(self) -> int:
