@@ -104,11 +104,11 @@ def sibling_cpus(cpu: int, root: Path) -> frozenset[int]:
 
 def numa_nodes(root: Path) -> dict[int, int]:
     """Return the NUMA node of each logical CPU; empty if the kernel exposes no nodes."""
-    node_of = {}
-    for directory in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        for cpu in parse_cpu_list(read_text(directory / "cpulist") or ""):
-            node_of[cpu] = int(directory.name.removeprefix("node"))
-    return node_of
+    return {
+        cpu: int(directory.name.removeprefix("node"))
+        for directory in (root / "sys/devices/system/node").glob("node[0-9]*")
+        for cpu in parse_cpu_list(read_text(directory / "cpulist") or "")
+    }
 
 
 def cpu_quota(root: Path) -> float | None:

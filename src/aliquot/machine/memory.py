@@ -77,8 +77,7 @@ def peak_pss(now: MemoryUse) -> int:
 def reset_peak_rss() -> bool:
     """Reset the recorded peak to the present resident bytes. Return False if the kernel does not permit that."""
     try:
-        with (_SELF / "clear_refs").open("w") as file:
-            file.write("5")
+        (_SELF / "clear_refs").write_text("5")
     except OSError:
         return False
     return True

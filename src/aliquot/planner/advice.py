@@ -106,10 +106,8 @@ def _plans(changes: Iterator[Change], search: Search) -> Iterator[tuple[str, Pla
             if not is_fixed and automatic.ranks_per_node != layout.ranks_per_node:
                 settings["launch.ranks"] = layout.ranks_per_node  # `launch.ranks: auto` depends on the batch
             arguments = as_arguments(settings, names)
-            if change.description is None:
-                yield arguments, made
-            else:
-                yield change.description + (f" ({arguments})" if len(settings) > 1 else ""), made
+            details = f" ({arguments})" if len(settings) > 1 else ""
+            yield arguments if change.description is None else f"{change.description}{details}", made
 
 
 def _larger_batches(config: RunConfig, layout: RankLayout) -> list[Iterator[Change]]:

@@ -34,15 +34,6 @@ class Saving:
         return self.checkpoint_bytes / self.storage_bytes_per_s
 
 
-@dataclass(frozen=True)
-class SaveCounts:
-    """The saves of a run, and how long they make training wait."""
-
-    blocking: int  # saves during which training waits
-    overlapped: int  # saves that overlap with steps
-    stall_s: float  # total time that steps wait for overlapped saves
-
-
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of master weights in fp32 and of moments in their own format."""
     states = config.train.optimizer_states
@@ -74,8 +65,8 @@ def saves_overlap(config: RunConfig, steps: int | None) -> bool:
 
 def count_saves(
     config: RunConfig, steps: int, saving: Saving, ranks: int, step_s: float, until_update_s: float
-) -> SaveCounts:
-    """Count the saves of a run, and estimate how long steps wait for them.
+) -> tuple[int, int, float]:
+    """Return the saves during which training waits, the saves that overlap with steps, and the seconds that these cost.
 
     With `checkpoint.best`, every evaluation counts as the best so far, and therefore causes a save.
 
@@ -89,12 +80,12 @@ def count_saves(
     last_step_is_due = steps > 0 and (is_due(settings.save_steps, steps) or is_due(best, steps))
     at_end = settings.last or last_step_is_due or bool(best)
     if not settings.asynchronous:
-        return SaveCounts(between + (at_end and not last_step_is_due), 0, 0.0)
+        return between + (at_end and not last_step_is_due), 0, 0.0
     overlapped = between - last_step_is_due
     not_copied = max(0, saving.checkpoint_bytes - ranks * settings.buffer_bytes)
     until_copied_s = not_copied / saving.storage_bytes_per_s - until_update_s
     until_next_s = saving.save_s - step_s * min(filter(None, (settings.save_steps, best, steps)), default=0)
-    return SaveCounts(int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s))
+    return int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s)
 
 
 def most_checkpoints(config: RunConfig, steps: int, done: int = 0, existing: bool = False) -> int:

@@ -86,9 +86,8 @@ class MicroBatchCost:
             if isinstance(start, int):
                 values[field.name] = start + times * (high - low)
             else:
-                work: Work = defaultdict(float)
-                work.update({key: start[key] + times * (high[key] - low[key]) for key in start | low | high})
-                values[field.name] = work
+                work = {key: start[key] + times * (high[key] - low[key]) for key in start | low | high}
+                values[field.name] = defaultdict(float, work)
         maxima = ("largest_bytes", "other_products", "head_products")
         values |= {name: max(getattr(self, name), getattr(more, name)) for name in maxima}
         return MicroBatchCost(**values)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,9 +175,7 @@ def collecting_no_garbage() -> Iterator[None]:
 
 
 def _work(items: list[tuple[list[Any], float]]) -> Work:
-    work: Work = defaultdict(float)
-    work.update({tuple(key): amount for key, amount in items})
-    return work
+    return defaultdict(float, {tuple(key): amount for key, amount in items})
 
 
 def _configuration(section: ModelSection) -> Any:
@@ -198,12 +196,12 @@ def _states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 @cache
 def _software() -> list[Any]:
     """Return versions and a hash of aliquot's file sizes and times, so that a changed aliquot uses no old results."""
-    versions = []
-    for name in ("torch", "transformers"):
-        with suppress(PackageNotFoundError):
-            versions.append(version(name))
     package = Path(__file__).parents[1]
-    return [*versions, hashlib.sha256(repr(_states(package.rglob("*.py"))).encode()).hexdigest()]
+    return [
+        version("torch"),
+        version("transformers"),
+        hashlib.sha256(repr(_states(package.rglob("*.py"))).encode()).hexdigest(),
+    ]
 
 
 def _remembered(key: list[Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:

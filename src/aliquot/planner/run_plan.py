@@ -129,7 +129,7 @@ class RunPlan:
         moved = traffic(config, self.engine, self.shape, layout, self.micro_batches, memory.unsharded)
         disk = disk_use(config, self.shape, layout, memory.on_disk, self.micro_batches)
         step = self._step_time(setting, memory, self.micro_batches)
-        saves = count_saves(
+        saves, overlapped_saves, stall_s = count_saves(
             config, self.steps or 0, self.saving, layout.world_size, step.total_s,
             until_update_s=self.micro_batches * self.micro_batch.step_s,
         )  # fmt: skip
@@ -178,9 +178,9 @@ class RunPlan:
             reference_s=evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
             save_steps=config.checkpoint.save_steps,
             checkpoints=most_checkpoints(config, self.steps or 0),
-            saves=saves.blocking,
-            saves_beside=saves.overlapped,
-            stall_s=saves.stall_s,
+            saves=saves,
+            saves_beside=overlapped_saves,
+            stall_s=stall_s,
             save_s=self.saving.save_s,
             export_s=exported / self.saving.storage_bytes_per_s,
             export_bytes=exported,
