@@ -169,8 +169,8 @@ def least_on_disk(shape: ModelShape, layout: RankLayout, streams: bool, excess: 
     def first(count: int) -> OnDisk:
         counts = Counter([*states, *sums, *layers][:count])
         weights, gradients = (
-            tuple((weight, number) for (kind, weight), number in counts.items() if kind == wanted)
-            for wanted in ("states", "sums")
+            tuple((weight, number) for (kind, weight), number in counts.items() if kind == piece)
+            for piece in ("states", "sums")
         )
         return OnDisk(weights, gradients, counts["layers", ()], frozen if counts["layers", ()] else ())
 
