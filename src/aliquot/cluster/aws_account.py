@@ -18,6 +18,11 @@ from aliquot.config.cluster_section import ClusterSection
 _LUSTRE_PORT = 988
 _ADDRESSES_A_NODE = 60  # the VPC CNI keeps a spare network interface: two with 30 addresses on large types
 _ALL_ADDRESSES = "0.0.0.0/0"
+# What the terms of a node class select, by rule: operation of EC2, key of the answer, and key of an id.
+_SELECTED = {
+    "security-group": ("describe_security_groups", "SecurityGroups", "GroupId"),
+    "subnet": ("describe_subnets", "Subnets", "SubnetId"),
+}
 
 
 def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | None) -> list[RuleFinding]:
@@ -39,7 +44,7 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
             account.findings.extend(_node_class(account, node_class, manifests))
         if section is not None and (identities := section.storage.security_group_ids):
             where = "cluster.storage.security_group_ids"
-            groups = account.groups([{"id": identity} for identity in identities], where)
+            groups = account.select("security-group", [{"id": identity} for identity in identities], where)
             account.findings.extend(_lustre(groups, where) if groups else [])
         if section is not None:
             account.findings.extend(ask_resources(session, section))
@@ -59,27 +64,21 @@ class _Account:
     refusal: type[Exception]  # botocore's ClientError
     findings: list[RuleFinding]
 
-    def groups(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
-        """Return the security groups that at least one of `terms` selects, as in Karpenter; None if AWS refused.
+    def select(self, rule: str, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
+        """Return what at least one of `terms` selects, as in Karpenter; None if AWS refused.
 
-        `terms` are items of securityGroupSelectorTerms. `where` is the place that findings name.
+        Args:
+            rule: security-group or subnet.
+            terms: items of securityGroupSelectorTerms or subnetSelectorTerms.
+            where: the place that findings name.
         """
-        queries = []
-        for term in terms:
-            names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
-            queries.append({"GroupIds": [term["id"]]} if "id" in term else {"Filters": [*_tag_filters(term), *names]})
-        return self._ask("security-group", where, "describe_security_groups", "SecurityGroups", "GroupId", queries)
-
-    def subnets(self, terms: Sequence[dict[str, Any]], where: object) -> list[dict[str, Any]] | None:
-        queries = [{"SubnetIds": [term["id"]]} if "id" in term else {"Filters": _tag_filters(term)} for term in terms]
-        return self._ask("subnet", where, "describe_subnets", "Subnets", "SubnetId", queries)
-
-    def _ask(
-        self, rule: str, where: object, operation: str, answer: str, identity: str, queries: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
+        operation, answer, identity = _SELECTED[rule]
         answers: dict[str, dict[str, Any]] = {}
         refused = False
-        for query in queries:
+        for term in terms:
+            names = [{"Name": "group-name", "Values": [term["name"]]}] if "name" in term else []
+            filters = {"Filters": [*_tag_filters(term), *names]}
+            query = {f"{identity}s": [term["id"]]} if "id" in term else filters
             try:
                 answers |= {item[identity]: item for item in getattr(self.ec2, operation)(**query)[answer]}
             except self.refusal as error:
@@ -91,8 +90,8 @@ class _Account:
 def _node_class(
     account: _Account, node_class: ManifestObject, manifests: Sequence[ManifestObject]
 ) -> Iterator[RuleFinding]:
-    groups = account.groups(node_class.items("spec", "securityGroupSelectorTerms"), node_class)
-    subnets = account.subnets(node_class.items("spec", "subnetSelectorTerms"), node_class)
+    groups = account.select("security-group", node_class.items("spec", "securityGroupSelectorTerms"), node_class)
+    subnets = account.select("subnet", node_class.items("spec", "subnetSelectorTerms"), node_class)
     if groups:
         needs_efa = any(view.count(EFA) for view in job_views(manifests))
         yield from _open_among_nodes(node_class, groups, needs_efa)
@@ -119,9 +118,12 @@ def _addresses(
     free = sum(int(subnet.get("AvailableIpAddressCount", 0)) for subnet in usable)
     nodes = max((view.nodes for view in job_views(manifests)), default=0)
     if usable and free < nodes * _ADDRESSES_A_NODE:
-        message = f"{nodes} nodes take about {nodes * _ADDRESSES_A_NODE} addresses, and {free} are free"
-        fix = "a larger subnet, or WARM_IP_TARGET of the VPC CNI"
-        yield finding("addresses", node_class, message, fix)
+        yield finding(
+            "addresses",
+            node_class,
+            f"{nodes} nodes take about {nodes * _ADDRESSES_A_NODE} addresses, and {free} are free",
+            "a larger subnet, or WARM_IP_TARGET of the VPC CNI",
+        )
 
 
 def _open_among_nodes(
@@ -138,9 +140,13 @@ def _open_among_nodes(
         if any(_allows_itself(group, groups, rules, any_address=any_address) for group in groups):
             continue
         pair = f"IpProtocol=-1,UserIdGroupPairs=[{{GroupId={last}}}]"
-        fix = f"aws ec2 authorize-security-group-{direction} --group-id {last} --ip-permissions '{pair}'"
         message = f"{names}: no {direction} rule allows all traffic among the nodes"
-        yield finding("security-group", node_class, f"{message}{', which EFA needs' if needs_efa else ''}", fix)
+        yield finding(
+            "security-group",
+            node_class,
+            f"{message}{', which EFA needs' if needs_efa else ''}",
+            f"aws ec2 authorize-security-group-{direction} --group-id {last} --ip-permissions '{pair}'",
+        )
 
 
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
@@ -149,8 +155,12 @@ def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFindin
         any(_allows_itself(group, groups, rules, _LUSTRE_PORT, any_address) for group in groups)
         for rules, any_address in directions
     ):
-        message = f"TCP {_LUSTRE_PORT} is not open in both directions among the nodes and the file system"
-        yield finding("security-group", where, message, "all traffic from the group itself, or TCP 988 and 1018-1023")
+        yield finding(
+            "security-group",
+            where,
+            f"TCP {_LUSTRE_PORT} is not open in both directions among the nodes and the file system",
+            "all traffic from the group itself, or TCP 988 and 1018-1023",
+        )
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage_fields import TOO_OLD_LUSTRE
 from aliquot.config.cluster_section import ClusterSection
 
-# Quotas of running vCPUs by the letter of a family, (on demand, spot). Source: EC2's user guide, "Service quotas".
-_STANDARD = "L-1216C47A", "L-34B43A08"
+# Quotas of running vCPUs by the letter of a family and the capacity type. Source: EC2's user guide, "Service quotas".
+_STANDARD = {"on-demand": "L-1216C47A", "spot": "L-34B43A08"}
 _VCPU_QUOTAS = {
-    "g": ("L-DB2E81BA", "L-3819A6DF"),
-    "p": ("L-417A185B", "L-7212CCBC"),
+    "g": {"on-demand": "L-DB2E81BA", "spot": "L-3819A6DF"},
+    "p": {"on-demand": "L-417A185B", "spot": "L-7212CCBC"},
     **dict.fromkeys("acdhimrtz", _STANDARD),
 }
 _MUCH_PULLED_BYTES = 100 * GIB  # costs 5 USD through a NAT gateway
@@ -49,10 +49,18 @@ def refusal(error: Any, rule: str, where: object) -> RuleFinding:
     code, message = str(details.get("Code")), " ".join(str(details.get("Message") or "").split())
     reason = f"{code}: {message}" if message else code
     if any(word in code for word in _ABSENT):
-        fix = "create it, or correct its name or id, in the account and region that it belongs to"
-        return finding(rule, where, f"{error.operation_name}: {reason}", fix)
-    fix = "a policy that allows it, or send the request with the aws command"
-    return finding("permission", "AWS", f"{error.operation_name} was refused: {reason}", fix)
+        return finding(
+            rule,
+            where,
+            f"{error.operation_name}: {reason}",
+            "create it, or correct its name or id, in the account and region that it belongs to",
+        )
+    return finding(
+        "permission",
+        "AWS",
+        f"{error.operation_name} was refused: {reason}",
+        "a policy that allows it, or send the request with the aws command",
+    )
 
 
 def _quota(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -66,29 +74,32 @@ def _quota(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
         needed = section.most_nodes * ec2.vcpus
         if value < needed:
             nodes = f"{section.most_nodes} x {ec2.name}"
-            message = f"{nodes} have {needed} vCPUs; the account may run {value:g} ({capacity})"
-            fix = (
+            yield finding(
+                "vcpu-quota",
+                "cluster.instance_types",
+                f"{nodes} have {needed} vCPUs; the account may run {value:g} ({capacity})",
                 f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code}"
-                f" --desired-value {2 * needed}"
+                f" --desired-value {2 * needed}",
             )
-            yield finding("vcpu-quota", "cluster.instance_types", message, fix)
 
 
 def _quota_code(ec2: InstanceType, capacity: str) -> str | None:
     """Return the code of the quota that nodes count against; None for reservations and rare families."""
-    codes = _VCPU_QUOTAS.get(ec2.family[0])
-    if codes is None or capacity == "reserved" or ec2.family.startswith(("hpc", "trn", "inf", "dl", "vt", "u")):
+    if ec2.family.startswith(("hpc", "trn", "inf", "dl", "vt", "u")):
         return None
-    if capacity == "spot":
-        return _P5_SPOT if ec2.family.startswith("p5") else codes[1]
-    return codes[0]
+    codes = _VCPU_QUOTAS.get(ec2.family[0], {}) | ({"spot": _P5_SPOT} if ec2.family.startswith("p5") else {})
+    return codes.get(capacity)
 
 
 def _role(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     role = session.client("iam").get_role(RoleName=section.node_role)["Role"]
     if "ec2.amazonaws.com" not in str(role.get("AssumeRolePolicyDocument")):
-        message = f"{section.node_role} is no role for EC2, so nodes cannot take it"
-        yield finding("aws-resource", "cluster.node_role", message, "KarpenterNodeRole-CLUSTER")
+        yield finding(
+            "aws-resource",
+            "cluster.node_role",
+            f"{section.node_role} is no role for EC2, so nodes cannot take it",
+            "KarpenterNodeRole-CLUSTER",
+        )
 
 
 def _node_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -100,8 +111,12 @@ def _node_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     name = f"amazon-eks-node-al2023-{arch}-{kind}-*-{version}"
     answer = session.client("ec2").describe_images(Owners=["amazon"], Filters=[{"Name": "name", "Values": [name]}])
     if not answer["Images"]:
-        fix = f"aws ec2 describe-images --owners amazon --filters 'Name=name,Values={name.removesuffix(version)}*'"
-        yield finding("aws-resource", "cluster.ami", f"no image of Amazon is named {name}", fix)
+        yield finding(
+            "aws-resource",
+            "cluster.ami",
+            f"no image of Amazon is named {name}",
+            f"aws ec2 describe-images --owners amazon --filters 'Name=name,Values={name.removesuffix(version)}*'",
+        )
 
 
 def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -119,15 +134,23 @@ def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFind
 
     images = read({"imageDigest": digest} if digest else {"imageTag": tag or "latest"})
     if not images:
-        fix = f"docker build --platform linux/amd64 ... -t {section.image} . && docker push {section.image}"
-        yield finding("aws-resource", "cluster.image", f"{section.image} is not in the registry", fix)
+        yield finding(
+            "aws-resource",
+            "cluster.image",
+            f"{section.image} is not in the registry",
+            f"docker build --platform linux/amd64 ... -t {section.image} . && docker push {section.image}",
+        )
     arch = instance(section.instance_types[0]).arch
     for image in images:
         digests = {dig(item, "platform", "architecture"): item.get("digest") for item in listed(image.get("manifests"))}
         architectures = digests.keys() - {None, "unknown"}
         if architectures and arch not in architectures:
-            message = f"{section.image} is built for {', '.join(sorted(architectures))}, the nodes are {arch}"
-            yield finding("aws-resource", "cluster.image", message, f"docker build --platform linux/{arch}")
+            yield finding(
+                "aws-resource",
+                "cluster.image",
+                f"{section.image} is built for {', '.join(sorted(architectures))}, the nodes are {arch}",
+                f"docker build --platform linux/{arch}",
+            )
         elif digests.get(arch):  # an index refers to a manifest of each architecture
             image = next(iter(read({"imageDigest": digests[arch]})), {})
         image_bytes = sum(layer.get("size", 0) for layer in listed(image.get("layers")))
@@ -142,8 +165,12 @@ def _pulls(session: Any, section: ClusterSection, image_bytes: int, service: str
     filters = [{"Name": "service-name", "Values": [service]}, {"Name": "vpc-endpoint-state", "Values": ["available"]}]
     if not session.client("ec2").describe_vpc_endpoints(Filters=filters)["VpcEndpoints"]:
         message = f"{section.most_nodes} nodes pull {image_bytes / GIB:.1f} GiB each, {total / GIB:,.0f} GiB together"
-        fix = f"aws ec2 create-vpc-endpoint --vpc-id VPC --service-name {service} --route-table-ids TABLES"
-        yield finding("image-pull", "cluster.image", f"{message}, and no VPC endpoint leads to S3", fix)
+        yield finding(
+            "image-pull",
+            "cluster.image",
+            f"{message}, and no VPC endpoint leads to S3",
+            f"aws ec2 create-vpc-endpoint --vpc-id VPC --service-name {service} --route-table-ids TABLES",
+        )
 
 
 def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -156,8 +183,9 @@ def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
             message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
             message += "; it takes at most 7 nodes of a zone" if strategy == "spread" else ""
             level: Level = "error" if strategy == "spread" and section.most_nodes > 7 else "warning"
-            fix = "a group with the strategy cluster"
-            yield finding("aws-resource", "cluster.placement_group", message, fix, level)
+            yield finding(
+                "aws-resource", "cluster.placement_group", message, "a group with the strategy cluster", level
+            )
 
 
 _INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]
@@ -195,5 +223,6 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
             known = session.client("ec2").describe_subnets(SubnetIds=subnets[:1])["Subnets"]
             zone = known[0]["AvailabilityZone"] if known else section.zone
             if zone != section.zone:
-                message = f"{section.zone}, but the file system is in {zone}"
-                yield finding("aws-resource", "cluster.zone", message, f"zone: {zone}")
+                yield finding(
+                    "aws-resource", "cluster.zone", f"{section.zone}, but the file system is in {zone}", f"zone: {zone}"
+                )

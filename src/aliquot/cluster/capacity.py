@@ -65,8 +65,12 @@ def check_quota(job: JobView, name: object, hard: dict[str, Any], used: dict[str
     needs = {key: amount + (parse(used.get(key)) or 0) for key, amount in needs_of_job(job).items()}
     in_use = ", with what is in use" if used else ""
     for shortage in shortages(needs, hard):
-        message = f"{job.nodes} nodes need {shortage} in ResourceQuota {name}{in_use}"
-        yield finding("quota", job.manifest, message, "a larger quota, or fewer nodes")
+        yield finding(
+            "quota",
+            job.manifest,
+            f"{job.nodes} nodes need {shortage} in ResourceQuota {name}{in_use}",
+            "a larger quota, or fewer nodes",
+        )
 
 
 def check_admission(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -81,15 +85,23 @@ def check_admission(job: JobView, manifests: Sequence[ManifestObject]) -> Iterat
                 if item.get("type") != "PersistentVolumeClaim"
                 else ()
             ):
-                message = f"a pod needs {shortage} in LimitRange {limit_range.name}"
-                yield finding("quota", job.manifest, message, "a larger limit in the namespace")
+                yield finding(
+                    "quota",
+                    job.manifest,
+                    f"a pod needs {shortage} in LimitRange {limit_range.name}",
+                    "a larger limit in the namespace",
+                )
     cluster_queues = {item.name: item for item in select_kinds(manifests, "ClusterQueue")}
     for queue in (item for item in select_kinds(nearby, "LocalQueue") if item.name == job.queue and cluster_queues):
         if (name := str(queue.get("spec", "clusterQueue"))) in cluster_queues:
             yield from _queue(job, cluster_queues[name])
         else:
-            message = f"spec.clusterQueue is {name!r}, which is not among the manifests"
-            yield finding("reference", queue, message, did_you_mean(name, cluster_queues, "check it, too", 0.0))
+            yield finding(
+                "reference",
+                queue,
+                f"spec.clusterQueue is {name!r}, which is not among the manifests",
+                did_you_mean(name, cluster_queues, "check it, too", 0.0),
+            )
 
 
 def _queue(job: JobView, queue: ManifestObject) -> Iterator[RuleFinding]:
@@ -97,8 +109,12 @@ def _queue(job: JobView, queue: ManifestObject) -> Iterator[RuleFinding]:
     groups = queue.items("spec", "resourceGroups")
     covered = {str(name) for group in groups for name in listed(group.get("coveredResources"))}
     for name in sorted(job.requested.keys() - covered):
-        message = f"the pods ask for {name}, which no resource group of the queue covers: Kueue never admits the job"
-        yield finding("queue", queue, message, f"{name} in coveredResources, and its nominalQuota in each flavor")
+        yield finding(
+            "queue",
+            queue,
+            f"the pods ask for {name}, which no resource group of the queue covers: Kueue never admits the job",
+            f"{name} in coveredResources, and its nominalQuota in each flavor",
+        )
     if queue.get("spec", "cohort") or queue.get("spec", "cohortName"):
         return  # the queue may borrow what the others of its cohort do not use
     for group in groups:
@@ -110,8 +126,12 @@ def _queue(job: JobView, queue: ManifestObject) -> Iterator[RuleFinding]:
             }
             reasons.append(list(shortages(needs, quotas)))
         if reasons and all(reasons):
-            message = f"{job.nodes} nodes need {'; '.join(min(reasons))}: Kueue never admits the job"
-            yield finding("queue", queue, message, "a nominalQuota for all pods of the job, or fewer nodes")
+            yield finding(
+                "queue",
+                queue,
+                f"{job.nodes} nodes need {'; '.join(min(reasons))}: Kueue never admits the job",
+                "a nominalQuota for all pods of the job, or fewer nodes",
+            )
 
 
 def kubelet_settings(node_class: ManifestObject | None) -> dict[str, Any]:
@@ -198,14 +218,17 @@ def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -
         if some := len(unfit) < len(reasons):
             message += f" ({len(unfit)} of {len(reasons)} types of NodePool {pool.manifest.name} cannot hold it)"
         rule = "efa" if all(EFA in reason for why in unfit.values() for reason in why) else "request-too-large"
-        fix = (
+        yield finding(
+            rule,
+            job.manifest,
+            message,
             f"{_FIX}; nodes keep what spec.kubelet and userData of {node_class} say"
             if kubelet_settings(node_class).keys() - {"cpuManagerPolicy"}
             else _EFA_FIX
             if rule == "efa"
-            else _FIX
+            else _FIX,
+            "warning" if some else None,
         )
-        yield finding(rule, job.manifest, message, fix, "warning" if some else None)
     fitting = [item for item in types if item.name not in unfit]
     if not fitting:
         return
@@ -214,8 +237,12 @@ def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -
     smallest |= {GPU: min(item.gpus for item in fitting), "nodes": 1}
     needs = {name: Fraction(job.nodes * amount) for name, amount in smallest.items()}
     for shortage in shortages(needs, mapping(pool.manifest.get("spec", "limits"))):
-        message = f"{job.nodes} nodes need {shortage} in spec.limits"
-        yield finding("pool-limit", pool.manifest, message, "limits of at least nodes x size, or none")
+        yield finding(
+            "pool-limit",
+            pool.manifest,
+            f"{job.nodes} nodes need {shortage} in spec.limits",
+            "limits of at least nodes x size, or none",
+        )
 
 
 def selects(job: JobView, pool: PoolView) -> bool:

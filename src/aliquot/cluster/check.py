@@ -11,18 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 from aliquot.cluster.capacity import check_admission
-from aliquot.cluster.comparison import check_invariants, check_mounted_config, rendered_job
+from aliquot.cluster.comparison import KEPT_RUNTIME_FIELDS, QUEUE_FIELDS, check_invariants, rendered_job
+from aliquot.cluster.fields import judge_fields
 from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported
 from aliquot.cluster.manifests import ManifestObject, select_kinds
-from aliquot.cluster.node_fields import check_node_class, check_pool
+from aliquot.cluster.mounted_config import check_mounted_config
+from aliquot.cluster.node_fields import NODE_CLASS_FIELDS, POOL_FIELDS, check_node_class, check_pool
 from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_config import check_config, survives_spot
 from aliquot.cluster.rules_environment import check_environment
-from aliquot.cluster.rules_job import check_job
+from aliquot.cluster.rules_job import RUNTIME_FIELDS, TRAIN_JOB_FIELDS, check_job
 from aliquot.cluster.rules_references import check_pods_references
 from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_security import check_secrets, check_security
@@ -30,6 +32,13 @@ from aliquot.cluster.storage_fields import check_storage
 
 KUBERNETES = "1.34"  # version of the core kinds
 
+_FIELDS = {
+    "NodePool": POOL_FIELDS,
+    "EC2NodeClass": NODE_CLASS_FIELDS,
+    "TrainJob": TRAIN_JOB_FIELDS,
+    **dict.fromkeys(("TrainingRuntime", "ClusterTrainingRuntime"), (*RUNTIME_FIELDS, *KEPT_RUNTIME_FIELDS)),
+    **QUEUE_FIELDS,
+}
 _NEEDED = {"kubernetes_validate": "kubernetes-validate", "cel_expr_python": "cel-expr-python"}
 _API_VERSION = re.compile(r"^([a-z0-9][-a-z0-9.]*/)?v[a-z0-9]+$")
 
@@ -50,6 +59,7 @@ def check_manifests(
     twins = [(view, job or rendered_job(view, manifests)) for view in views]
     groups: list[Iterable[RuleFinding]] = [
         _check_schemas(manifests, known),
+        _check_fields(manifests),
         *(check_pool(pool, any(twin is not None and survives_spot(twin) for _, twin in twins)) for pool in pools),
         *(check_node_class(node_class, pools) for node_class in select_kinds(manifests, "EC2NodeClass")),
         check_storage(views, manifests),
@@ -65,6 +75,11 @@ def check_manifests(
         *(check_config(twin) for _, twin in twins if twin is not None),
     ]
     return errors_first([item for group in groups for item in group])
+
+
+def _check_fields(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
+    for manifest in manifests:
+        yield from judge_fields(_FIELDS.get(manifest.kind, ()), manifest.get(), manifest)
 
 
 def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleFinding]:
@@ -85,8 +100,12 @@ def _check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSche
     """
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
     if missing:
-        message = f"no object was checked against its schema: {' and '.join(missing)} are not installed"
-        yield finding("not-judged", "schemas", message, "pip install 'aliquot[cluster]'")
+        yield finding(
+            "not-judged",
+            "schemas",
+            f"no object was checked against its schema: {' and '.join(missing)} are not installed",
+            "pip install 'aliquot[cluster]'",
+        )
     for manifest in manifests:
         api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
         if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
@@ -128,8 +147,16 @@ def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[
     kinds = sorted({f"{schema.api_version} {schema.kind}" for schema in known if schema.group == group})
     if not kinds and not is_core(group):
         groups = {schema.group for schema in known}
-        fix = did_you_mean(group, groups, "--crds DIR with its CRD, or --live", similarity=0.8)
-        yield finding("not-read", manifest, f"{manifest.kind} of {api_version}", fix)
+        yield finding(
+            "not-read",
+            manifest,
+            f"{manifest.kind} of {api_version}",
+            did_you_mean(group, groups, "--crds DIR with its CRD, or --live", similarity=0.8),
+        )
         return
-    fix = did_you_mean(f"{api_version} {manifest.kind}", kinds, "see `kubectl api-resources`")
-    yield finding("unknown-kind", manifest, f"{api_version} has no {manifest.kind}", fix)
+    yield finding(
+        "unknown-kind",
+        manifest,
+        f"{api_version} has no {manifest.kind}",
+        did_you_mean(f"{api_version} {manifest.kind}", kinds, "see `kubectl api-resources`"),
+    )

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple
 
 from aliquot.cluster.capacity import shown
 from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
-from aliquot.cluster.findings import Check, Level, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import EFA, GPU, Job, describe
 from aliquot.cluster.job_view import NODE, SHM, JobView, job_specs, job_views
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
@@ -27,18 +25,15 @@ from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_references import references
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.read_config import read_text
-from aliquot.config.schema import RunConfig
 from aliquot.core.decode import decode_json
-from aliquot.core.errors import DeepspeedConfigError, UserError
+from aliquot.core.errors import UserError
 from aliquot.planner.plan import Plan
 
-_SUFFIXES = (".yaml", ".yml")
-_LOST_WITH_THE_POD = ("emptyDir", "ephemeral")
 _SHELLS = r"(?:.*/)?(?:sh|bash|dash|ash|zsh)"
 _LAST_EXEC = re.compile(r"(?:^|[;&\n])\s*exec\s[^|;&\n]+\s*$")  # the shell becomes the program
 _HOST_DNS = "ClusterFirstWithHostNet"
 _TTL = "the log and the state of a failed job are gone, and Trainer 2.3 starts a failed job anew: {path} is {value}"
-_RUNTIME = (
+KEPT_RUNTIME_FIELDS = (
     Field("spec/template/spec/network/enableDNSHostnames", "name-resolution", none_of(False), "leave it out"),
     Field("spec/template/spec/network/subdomain", "name-resolution", one_of(None), "leave it out: Trainer names rank 0"
           " by the subdomain that JobSet chooses"),
@@ -61,7 +56,7 @@ _POD = (
 _ADMITS = Field(
     "spec/stopPolicy", "queue", one_of(None, "None"), "stopPolicy: None", "{path} is {value}: the queue admits no job"
 )
-_QUEUES = {
+QUEUE_FIELDS = {
     "LocalQueue": (_ADMITS,),
     "ClusterQueue": (
         _ADMITS,
@@ -86,45 +81,40 @@ _AMOUNTS = {
 }
 _FREE_VARIABLES = "NCCL_(DEBUG.*|SOCKET_IFNAME|NET)|FI_PROVIDER|PYTHON.*"  # checked elsewhere, or a matter of taste
 _NAMED_KINDS = ("ServiceAccount", "PriorityClass", "LocalQueue")
-# The keys of a config on which memory and processes depend, and those on which only the duration depends.
-_PLANNED = (
-    r"(model|shard|adapter)\..*|launch\.(device|ranks|nodes|threads_per_rank)|data\.(sequence_length|packing)"
-    r"|train\.(objective|.*batch.*|gradient.*|precision|fp8|optimizer_states|compile|freeze)"
-)
-_TIMED = r"train\.(max_steps|num_train_epochs|eval_steps)|checkpoint\.every"
 
 
-class _Variable(NamedTuple):
-    """An environment variable with a value that breaks a run."""
-
-    names: str  # regular expression
-    breaks: Callable[[str, JobView, Job | None], object]
-    rule: str
-    fix: str
-
-
-_VARIABLES = (
-    _Variable(
+# Environment variables with values that break a run: names, the condition, rule and fix.
+_VARIABLES: tuple[tuple[str, Callable[[str, JobView, Job | None], object], str, str], ...] = (
+    (
         "(NCCL|GLOO|TP)_SOCKET_IFNAME",
         lambda value, view, job: not value.startswith("^")
         and not any("eth0".startswith(name.lstrip("=")) for name in value.split(",")),
         "fabric", "leave it out, or ^lo,docker: a pod's interface is eth0, whatever its node calls its own",
     ),
-    _Variable(
+    (
         "(CUDA|NVIDIA)_VISIBLE_DEVICES",
         lambda value, view, job: value not in ("all", "", ",".join(map(str, range(view.count(GPU))))),
         "gpu-unused", "leave it out: the device plugin of NVIDIA selects the GPUs of a pod",
     ),
-    _Variable(
+    (
         "(HF_HUB|TRANSFORMERS|HF_DATASETS)_OFFLINE",
         lambda value, view, job: value.lower() not in ("0", "", "false", "no", "off")
         and job is not None and uses_hub(job),
         "reference", "leave it out, or give paths on the shared file system: the config names something of the hub",
     ),
-    _Variable(
+    (
         "NCCL_(P2P|SHM)_DISABLE",
         lambda value, view, job: value not in ("0", "") and view.count(GPU) > 1,
         "fabric", "leave it out: with it, GPUs of a node exchange through the network",
+    ),
+    *(
+        (
+            name,
+            lambda value, view, job, best=best: view.count(EFA) and value != best,
+            "efa-unused",
+            f"env {name}: {best}; with others, NCCL uses TCP",
+        )
+        for name, best in (("FI_PROVIDER", "efa"), ("NCCL_NET", "AWS Libfabric"))
     ),
 )  # fmt: skip
 
@@ -148,16 +138,11 @@ def rendered_job(view: JobView, manifests: Sequence[ManifestObject]) -> Job | No
 def check_invariants(view: JobView, job: Job | None, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
     """Check a job against what every run needs, and against its rendered twin if `job` is known."""
     yield from judge_fields(_POD, view.pod, view.manifest)
-    if view.runtime is not None:
-        yield from judge_fields(_RUNTIME, view.runtime.get(), view.runtime)
-    for kind, fields in _QUEUES.items():
-        for queue in select_kinds(manifests, kind):
-            yield from judge_fields(fields, queue.get(), queue)
     yield from _signals(view)
     for name, value in view.variables.items():
-        for variable in _VARIABLES:
-            if re.fullmatch(variable.names, name) and variable.breaks(value, view, job):
-                yield finding(variable.rule, view.manifest, f"env {name} is {value!r}", variable.fix)
+        for names, breaks, rule, fix in _VARIABLES:
+            if re.fullmatch(names, name) and breaks(value, view, job):
+                yield finding(rule, view.manifest, f"env {name} is {value!r}", fix)
     if job is not None:
         rendered = parsed(job)
         (twin,) = job_views(rendered)
@@ -165,20 +150,22 @@ def check_invariants(view: JobView, job: Job | None, manifests: Sequence[Manifes
             yield from compare(view, twin)
         yield from _absent(view, twin, rendered, manifests)
         if job.section.is_elastic and view.runtime is not None and view.runtime.get("spec", "podGroupPolicy"):
-            message = f"cluster.nodes is {job.section.nodes}, and podGroupPolicy waits for all {view.nodes} nodes"
-            yield finding("failure-rules", view.runtime, message, "no podGroupPolicy, or a fixed number of nodes")
+            yield finding(
+                "failure-rules",
+                view.runtime,
+                f"cluster.nodes is {job.section.nodes}, and podGroupPolicy waits for all {view.nodes} nodes",
+                "no podGroupPolicy, or a fixed number of nodes",
+            )
 
 
 def _signals(view: JobView) -> Iterator[RuleFinding]:
-    words = view.command
-    if len(words) < 3 or not re.fullmatch(_SHELLS, words[0]) or not re.fullmatch("-[a-z]*c", words[1]):
-        return
-    if _LAST_EXEC.search(words[2]) is None:
-        message = f"the command is `{words[0]} {words[1]} ...`: the shell keeps SIGTERM and the exit code to itself"
-        yield finding(
-            "signals", view.manifest, message,
-            "the command without a shell, or `exec aliquot train ...` without a pipe: the kubelet keeps the log",
-        )  # fmt: skip
+    shell, option, script = (*view.command, "", "", "")[:3]
+    is_shell = re.fullmatch(_SHELLS, shell) and re.fullmatch("-[a-z]*c", option)
+    return failures(view.manifest, Check(
+        is_shell and not _LAST_EXEC.search(script), "signals",
+        f"the command is `{shell} {option} ...`: the shell keeps SIGTERM and the exit code to itself",
+        "the command without a shell, or `exec aliquot train ...` without a pipe: the kubelet keeps the log",
+    ))  # fmt: skip
 
 
 # The ways in which a pod can end: description, exit code (None: no exit code), and the condition DisruptionTarget.
@@ -229,13 +216,16 @@ def _failures(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
     specs = [next((spec for name, spec in job_specs(item.runtime) if name == NODE), {}) for item in (view, twin)]
     actual, rendered = (dig(spec, "successPolicy") for spec in specs)
     if actual != rendered:
-        message = f"successPolicy is {actual}; aliquot renders {rendered}"
-        yield finding("failure-rules", view.runtime, message, fix)
+        yield finding("failure-rules", view.runtime, f"successPolicy is {actual}; aliquot renders {rendered}", fix)
     for event, code, disrupted in _ENDS:
         actual, rendered = (reaction(item.runtime, code, disrupted) for item in (view, twin))
         if actual != rendered:
-            message = f"if a pod {event}, the reaction is {actual}; aliquot renders {rendered}"
-            yield finding("failure-rules", view.runtime, message, fix)
+            yield finding(
+                "failure-rules",
+                view.runtime,
+                f"if a pod {event}, the reaction is {actual}; aliquot renders {rendered}",
+                fix,
+            )
             return
 
 
@@ -245,8 +235,12 @@ def _amounts(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         rule, enough = _AMOUNTS.get(name, ("resource-amount", 1))
         actual = view.requested.get(name, Fraction(0))
         if actual < amount * enough:
-            message = f"{shown(name, actual)} requested; aliquot renders {shown(name, amount)}"
-            yield finding(rule, view.manifest, message, "the rendered amount, or render again for other nodes")
+            yield finding(
+                rule,
+                view.manifest,
+                f"{shown(name, actual)} requested; aliquot renders {shown(name, amount)}",
+                "the rendered amount, or render again for other nodes",
+            )
 
 
 def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
@@ -260,8 +254,12 @@ def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         if rendered and not (is_own and is_as_rendered):  # `check_mounted_config` checks claims and the config
             found = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
             rule = "shm" if path == SHM else "scratch"
-            message = f"{path} is {found}; aliquot renders emptyDir {rendered}"
-            yield finding(rule, view.manifest, message, f"the rendered volume, and its volumeMount at {path}")
+            yield finding(
+                rule,
+                view.manifest,
+                f"{path} is {found}; aliquot renders emptyDir {rendered}",
+                f"the rendered volume, and its volumeMount at {path}",
+            )
 
 
 def _environment(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
@@ -270,8 +268,12 @@ def _environment(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
     for item in twin.env:
         name, rendered = item["name"], item.get("valueFrom") or item.get("value")
         if written.get(name) != rendered and not re.fullmatch(_FREE_VARIABLES, name):
-            message = f"env {name} is {written.get(name, 'missing')}; aliquot renders {rendered}"
-            yield finding("environment", view.manifest, message, "the rendered variable, or change the run's config")
+            yield finding(
+                "environment",
+                view.manifest,
+                f"env {name} is {written.get(name, 'missing')}; aliquot renders {rendered}",
+                "the rendered variable, or change the run's config",
+            )
 
 
 def _absent(
@@ -281,87 +283,20 @@ def _absent(
     present = {(item.kind, item.name) for item in manifests}
     for item in select_kinds(rendered, "NodePool", "NetworkPolicy", "Job"):
         if (item.kind, item.name) not in present:
-            message = f"{item.kind}/{item.name} is rendered for this job, and not among the manifests"
-            yield finding("not-applied", view.manifest, message, "its file, also in kustomization.yaml")
+            yield finding(
+                "not-applied",
+                view.manifest,
+                f"{item.kind}/{item.name} is rendered for this job, and not among the manifests",
+                "its file, also in kustomization.yaml",
+            )
     names = dict.fromkeys(references(view))
     for kind, name in references(twin):
         if (kind, name) not in present | names.keys() and kind in ("PersistentVolumeClaim", *_NAMED_KINDS):
             others = [other for other_kind, other in names if other_kind == kind]
-            message = f"the config names {kind}/{name}, and the pods {', '.join(others) or 'none'}"
-            yield finding("reference", view.manifest, message, f"{name}, or change the run's config", "warning")
-
-
-def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    words = job.command
-    path = next((word for word in words if word.startswith("/") and word.endswith(_SUFFIXES)), None)
-    if job.runtime is None or path is None or not any("aliquot" in word for word in words):
-        return
-    mounted = job.mount(path)
-    if mounted is None:
-        message = f"the command reads {path}, and no volume is mounted there"
-        yield finding("config-file", job.manifest, message, "a volumeMount of the ConfigMap", "warning")
-        return
-    mount, volume = mounted
-    name = dig(volume, "configMap", "name")
-    config_map = next((item for item in select_kinds(manifests, "ConfigMap") if item.name == name), None)
-    if config_map is None:
-        message = f"ConfigMap/{name} with {path} is not among the manifests: nothing is compared with config and plan"
-        yield finding("config-file", job.manifest, message, "check its file, too", "warning")
-        return
-    key = _key(mount, volume, path)
-    texts = mapping(config_map.get("data"))
-    if key not in texts:
-        message = f"the command reads {path}, and {config_map.kind}/{name} has {', '.join(texts) or 'no data'}"
-        yield finding("config-file", job.manifest, message, did_you_mean(key, texts, "a key of the ConfigMap"))
-        return
-    try:
-        config, _ = read_text(str(texts[key]), key, [word for word in words[words.index(path) + 1 :] if "=" in word])
-    except DeepspeedConfigError:  # its JSON may be on the shared file system
-        return
-    except UserError as error:
-        yield finding("config-file", config_map, str(error), "correct the config, and render again")
-        return
-    yield from _directories(job, config)
-    yield from _planned_config(config_map, config)
-
-
-def _planned_config(config_map: ManifestObject, config: RunConfig) -> Iterator[RuleFinding]:
-    """Compare the mounted config with the planned one, in the keys on which memory, time and processes depend."""
-    changed: dict[str, str] = {}
-    with suppress(UserError, ValueError, KeyError, TypeError):  # not rendered, or edited by hand
-        planned = RunConfig.model_validate(decode_json(str(config_map.get("data")[RENDERED_FILE]))["config"])
-        before, now = (item.model_dump(mode="json", by_alias=True) for item in (planned, config))
-        for section, key in ((name, key) for name in now for key in mapping(now[name]) | mapping(before[name])):
-            value, former = dig(now, section, key), dig(before, section, key)
-            if value not in ("auto", former) and re.fullmatch(f"{_PLANNED}|{_TIMED}", f"{section}.{key}"):
-                changed[f"{section}.{key}"] = f"{section}.{key} is {value}, and was planned as {former}"
-    if changed:
-        level: Level = "error" if any(re.fullmatch(_PLANNED, key) for key in changed) else "warning"
-        fix = "change the run's config, and render again"
-        yield finding("planned-config", config_map, "; ".join(changed.values()), fix, level)
-
-
-def _key(mount: dict[str, Any], volume: dict[str, Any], path: str) -> str:
-    """Return the key of the ConfigMap that appears at `path` in the container."""
-    below = mount.get("subPath") or str(PurePosixPath(path).relative_to(str(mount.get("mountPath"))))
-    items = [mapping(item) for item in listed(dig(volume, "configMap", "items"))]
-    return next((str(item.get("key")) for item in items if item.get("path") == below), str(below))
-
-
-def _directories(job: JobView, config: RunConfig) -> Iterator[RuleFinding]:
-    """Check that results and cache are on a volume that outlives the pods and that the pods may write."""
-    directories = {"run.directory": config.run.directory, "data.cache_directory": config.data.cache_directory}
-    for key, path in directories.items():
-        if path is None or not path.is_absolute():
-            continue
-        mount, volume = job.mount(path.as_posix()) or ({}, {})
-        wrong = {
-            "no volume is mounted there": not mount,
-            "its volume is lost with its pod": any(kind in volume for kind in _LOST_WITH_THE_POD),
-            "it is mounted read-only": mount.get("readOnly") or dig(volume, "persistentVolumeClaim", "readOnly"),
-        }
-        fix = "a volumeMount of the shared claim, without readOnly"
-        checks = (
-            Check(is_wrong, "not-shared", f"{key} is {path}: {reason}", fix) for reason, is_wrong in wrong.items()
-        )
-        yield from failures(job.manifest, *checks)
+            yield finding(
+                "reference",
+                view.manifest,
+                f"the config names {kind}/{name}, and the pods {', '.join(others) or 'none'}",
+                f"{name}, or change the run's config",
+                "warning",
+            )

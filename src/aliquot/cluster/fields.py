@@ -40,8 +40,13 @@ class Field:
                 else f"not set, so {self.absent}"
             )
             message = self.message or "{path} is {value}"
-            fix = self.fix if isinstance(self.fix, str) else self.fix(effective)
-            yield finding(self.rule, where, message.format(path=path, value=shown), fix, self.level)
+            yield finding(
+                self.rule,
+                where,
+                message.format(path=path, value=shown),
+                self.fix if isinstance(self.fix, str) else self.fix(effective),
+                self.level,
+            )
 
 
 def judge_fields(fields: Sequence[Field], document: Any, where: object) -> Iterator[RuleFinding]:

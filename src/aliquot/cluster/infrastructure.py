@@ -65,7 +65,7 @@ def node_pool(job: Job) -> Document:
         "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
         "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
     }
-    if job.gpu_nodes:
+    if job.gpus:
         limits[GPU] = str(nodes * job.types[0].gpus)
     node_spec = {
         "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
@@ -73,7 +73,7 @@ def node_pool(job: Job) -> Document:
         "taints": [job.taint],
         "expireAfter": "Never",
     }
-    labels = {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpu_nodes else {})}
+    labels = {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpus else {})}
     spec = {
         "template": {"metadata": {"labels": labels}, "spec": node_spec},
         "limits": limits,

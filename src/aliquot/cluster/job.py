@@ -54,17 +54,13 @@ class Job:
     is_proof: bool = False  # whether the pods compare the nodes with the plan, instead of training
 
     @property
-    def gpu_nodes(self) -> bool:
-        return self.gpus > 0
-
-    @property
     def labels(self) -> dict[str, str]:
         return {"app.kubernetes.io/name": self.name, "app.kubernetes.io/managed-by": "aliquot"}
 
     @property
     def taint(self) -> dict[str, str]:
         """The taint that keeps all other pods away from the job's nodes."""
-        key = GPU if self.gpu_nodes else AMX_TAINT if self.types[0].amx else POOL_LABEL
+        key = GPU if self.gpus else AMX_TAINT if self.types[0].amx else POOL_LABEL
         return {"key": key, "value": "present", "effect": "NoSchedule"}
 
     @property

@@ -21,6 +21,7 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, to_yaml
+from aliquot.cluster.rules_references import references
 from aliquot.core.errors import ClusterError, MissingToolError
 
 _TIMEOUT_S = 60
@@ -32,12 +33,12 @@ _OPERATORS = {
     "scheduling.volcano.sh": ("Volcano", "docs/guides/eks-jobs.md, Start all nodes or none"),
 }
 _POD_GROUPS = {"coscheduling": "scheduling.x-k8s.io", "volcano": "scheduling.volcano.sh"}  # podGroupPolicy -> API group
-# The objects that a job names: kind, rule, resource for kubectl, and fix.
-_NAMED_OBJECTS = (
-    ("LocalQueue", "queue", "localqueues.kueue.x-k8s.io", "kubectl apply -f QUEUES"),
-    ("PriorityClass", "priority-class", "priorityclass", "kubectl create priorityclass {name} --value=1000"),
-    ("ServiceAccount", "service-account", "serviceaccount", "kubectl create serviceaccount {name} -n {namespace}"),
-)
+# The objects that a job names, by kind: rule, resource for kubectl, and fix.
+_NAMED_OBJECTS = {
+    "LocalQueue": ("queue", "localqueues.kueue.x-k8s.io", "kubectl apply -f QUEUES"),
+    "PriorityClass": ("priority-class", "priorityclass", "kubectl create priorityclass {name} --value=1000"),
+    "ServiceAccount": ("service-account", "serviceaccount", "kubectl create serviceaccount {name} -n {namespace}"),
+}
 _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)"(?: in API group "(?P<group>[^"]*)")?')
 
 Version = tuple[int, int]
@@ -175,13 +176,13 @@ def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Ite
     """Check that the LocalQueue with its ClusterQueue, the PriorityClass and the service account of a job exist."""
     rendered = {(manifest.kind, manifest.name) for manifest in manifests}
     for view in job_views(manifests):
-        job, pod = view.manifest, view.pod
-        names = (view.queue, pod.get("priorityClassName"), pod.get("serviceAccountName"))
-        for name, (kind, rule, resource, fix) in zip(names, _NAMED_OBJECTS, strict=True):
-            if name is None or (kind, name) in rendered:
+        job = view.manifest
+        for kind, name in references(view):
+            if kind not in _NAMED_OBJECTS or (kind, name) in rendered:
                 continue
+            rule, resource, fix = _NAMED_OBJECTS[kind]
             try:
-                (item,) = kubectl.get(resource, str(name), "-n", job.namespace)
+                (item,) = kubectl.get(resource, name, "-n", job.namespace)
                 if kind == "LocalQueue":
                     kubectl.get("clusterqueues.kueue.x-k8s.io", str(dig(item, "spec", "clusterQueue")))
             except Refused as refused:
@@ -242,15 +243,22 @@ def check_versions(installed: Mapping[str, Version], manifests: Sequence[Manifes
     trainer, jobset, kueue = (installed.get(name) for name in _IMAGES)
     needed = None if trainer is None else _JOBSET_OF_TRAINER.get(trainer)
     if trainer is not None and needed is not None and jobset is not None and jobset < needed:
-        fix = f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it"
-        yield finding("versions", "JobSet", f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}", fix)
+        yield finding(
+            "versions",
+            "JobSet",
+            f"{_dotted(jobset)} with Kubeflow Trainer {_dotted(trainer)}",
+            f"JobSet {_dotted(needed)} or later; Trainer's own manifests bring it",
+        )
     queued = any(view.queue is not None for view in job_views(manifests))
     if queued and trainer is not None and kueue is not None:
         new_trainer, new_kueue = trainer >= _RUNTIME_PATCHES, kueue >= (0, 17)
         if new_trainer != new_kueue:
-            message = f"{_dotted(kueue)} with Kubeflow Trainer {_dotted(trainer)}"
-            fix = "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3"
-            yield finding("versions", "Kueue", message, fix)
+            yield finding(
+                "versions",
+                "Kueue",
+                f"{_dotted(kueue)} with Kubeflow Trainer {_dotted(trainer)}",
+                "Kueue 0.17 or later" if new_trainer else "Kueue 0.16, or Kubeflow Trainer 2.3",
+            )
 
 
 def _dotted(version: Version) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.catalogue.instances import catalogue, instances
-from aliquot.cluster.fields import Field, judge_fields, like, none_of, one_of, unlike
+from aliquot.cluster.fields import Field, like, none_of, one_of, unlike
 from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, mapping
@@ -47,7 +47,7 @@ def _label_fix(value: Any) -> str:
 
 _PINNED = "amiSelectorTerms: [{alias: al2023@vYYYYMMDD}], which takes the standard or NVIDIA image by the type"
 _CLASS_FIX = "{group: karpenter.k8s.aws, kind: EC2NodeClass, name: ...}"
-_POOL = (
+POOL_FIELDS = (
     Field("spec/template/spec/requirements/*/values", "label-value",
           lambda values: all(map(is_label_value, values or ())),
           lambda values: "; ".join(_label_fix(value) for value in values if not is_label_value(value))),
@@ -61,7 +61,7 @@ _POOL = (
           absent="720h"),
 )  # fmt: skip
 _TERM = "spec/amiSelectorTerms/*"
-_NODES = (
+NODE_CLASS_FIELDS = (
     Field("spec/userData", "user-data-packages", unlike(_PACKAGES),
           "put it into the container image (deploy/Dockerfile has tcmalloc and CPU torch)", "{path} installs packages"),
     *(Field("spec/userData", "discontinued", unlike(re.escape(name)), "leave it out",
@@ -82,23 +82,29 @@ _NODES = (
 
 def check_pool(pool: PoolView, saves: bool) -> Iterator[RuleFinding]:
     """Check a NodePool. `saves`: the run is known, saves during training, and resumes."""
-    yield from judge_fields(_POOL, pool.manifest.get(), pool.manifest)
     yield from _names(pool)
     yield from _types(pool)
     yield from _sold(pool)
     if "spot" in pool.capacities and not saves:
-        fix = "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only"
-        yield finding("spot", pool.manifest, "capacity type spot is allowed", fix)
+        yield finding(
+            "spot",
+            pool.manifest,
+            "capacity type spot is allowed",
+            "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only",
+        )
 
 
 def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
-    yield from judge_fields(_NODES, node_class.get(), node_class)
     yield from _drivers(node_class, [pool for pool in pools if pool.node_class_name == node_class.name])
     mappings, device = node_class.items("spec", "blockDeviceMappings"), root_device(node_class)
     is_mapped = any(item.get("rootVolume") or item.get("deviceName") == device for item in mappings)
     if mappings and device and not is_mapped:
-        message = f"no mapping is of {device}, the disk of the pods, which keeps its default size"
-        yield finding("volume-size", node_class, message, f"deviceName: {device}")
+        yield finding(
+            "volume-size",
+            node_class,
+            f"no mapping is of {device}, the disk of the pods, which keeps its default size",
+            f"deviceName: {device}",
+        )
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
@@ -108,8 +114,12 @@ def _names(pool: PoolView) -> Iterator[RuleFinding]:
         for value in pool.values(key):
             if value not in names and LABEL_VALUE.match(value):
                 near = difflib.get_close_matches(value, names, 2, 0.6)
-                fix = f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`"
-                yield finding("instance-type", pool.manifest, f"{key}: {value!r} is not in the catalogue", fix)
+                yield finding(
+                    "instance-type",
+                    pool.manifest,
+                    f"{key}: {value!r} is not in the catalogue",
+                    f"did you mean {' or '.join(near)}?" if near else "see `aliquot instances`",
+                )
 
 
 def _types(pool: PoolView) -> Iterator[RuleFinding]:
@@ -121,13 +131,21 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
         key, least = str(requirement.get("key")), requirement.get("minValues")
         values = {labels[key] for labels in map(type_labels, types) if key in labels}
         if isinstance(least, int) and values and len(values) < least:
-            message = f"the types of the pool have {count_of(len(values), 'value')} of {key}, and minValues is {least}"
-            yield finding("no-type-left", pool.manifest, message, "no minValues, or more types")
+            yield finding(
+                "no-type-left",
+                pool.manifest,
+                f"the types of the pool have {count_of(len(values), 'value')} of {key}, and minValues is {least}",
+                "no minValues, or more types",
+            )
     if len({(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}) > 1:
         ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
         small, large = (f"{end.name} ({end.vcpus} vCPU, {end.memory_bytes >> 30} GiB)" for end in ends)
-        fix = f"one size a pool: `{TYPE} In [...]` with types that are alike"
-        yield finding("unequal-nodes", pool.manifest, f"{len(types)} types from {small} to {large}", fix)
+        yield finding(
+            "unequal-nodes",
+            pool.manifest,
+            f"{len(types)} types from {small} to {large}",
+            f"one size a pool: `{TYPE} In [...]` with types that are alike",
+        )
     amx_wanted = any(taint.get("key") == AMX_TAINT for taint in pool.taints) or "amx" in pool.manifest.name
     without_amx = [node_type.name for node_type in types if not node_type.amx]
     yield from failures(

@@ -120,7 +120,7 @@ def environment(job: Job) -> list[Document]:
     variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory in which any user may write
     if uses_hub(job):
         variables["HF_HOME"] = _hub_cache(job)
-    if job.gpu_nodes:
+    if job.gpus:
         variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
     if job.efa_interfaces:
         # Without huge pages, because a pod would have to request them, and no other program could use them.

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures
 from aliquot.cluster.job import Job
 from aliquot.cluster.quantity import GIB
 
@@ -129,7 +129,7 @@ def _urls(job: Job) -> list[tuple[str, str]]:
 def _packages(job: Job) -> Iterator[_Row]:
     """Check that the image has the packages that the config needs."""
     config, extras = job.config, job.section.image_extras
-    present = _shipped_extras()["cuda" if job.gpu_nodes else "cpu"] if extras is None else extras
+    present = _shipped_extras()["cuda" if job.gpus else "cpu"] if extras is None else extras
     needs = {
         "shard.engine": "deepspeed" if job.plan.engine == "deepspeed" else None,
         "train.fp8": "fp8" if config.train.fp8 else None,
@@ -195,12 +195,15 @@ def _paths(job: Job) -> Iterator[RuleFinding]:
     # `shipped_config` moves these two directories below the mount path.
     written = [(key, str(mount / path.as_posix())) for key, path in made if path is not None]
     for key, value in [*written, *local]:
-        if "://" in value:
-            fix = f"copy it to the file system and give its path below {mount}"
-            yield finding("not-shared", key, f"{value} is not read from there", fix)
-        elif value.startswith("/"):
-            if not PurePosixPath(posixpath.normpath(value)).is_relative_to(mount):
-                yield finding("not-shared", key, f"{value} is not below {mount}", f"a path below {mount}")
-        else:
-            fix = f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}"
-            yield finding("not-shared", key, f"{value} is relative: the pods start in their image's directory", fix)
+        is_url, is_absolute = "://" in value, value.startswith("/")
+        is_below = PurePosixPath(posixpath.normpath(value)).is_relative_to(mount)
+        yield from failures(
+            key,
+            Check(is_url, "not-shared", f"{value} is not read from there",
+                  f"copy it to the file system and give its path below {mount}"),
+            Check(is_absolute and not is_url and not is_below, "not-shared", f"{value} is not below {mount}",
+                  f"a path below {mount}"),
+            Check(not is_absolute and not is_url, "not-shared",
+                  f"{value} is relative: the pods start in their image's directory",
+                  f"copy it to the file system and give {mount / PurePosixPath(value.lstrip('./~'))}"),
+        )  # fmt: skip

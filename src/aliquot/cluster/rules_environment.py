@@ -68,8 +68,13 @@ def _regions(
         )
     for job in jobs:
         if (match := _ECR_NAME.match(job.image)) and match[1] != region:
-            message = f"the image comes from {match[1]}, the nodes are in {region}"
-            yield finding("region", job.manifest, message, f"push the image to {region}", "warning")
+            yield finding(
+                "region",
+                job.manifest,
+                f"the image comes from {match[1]}, the nodes are in {region}",
+                f"push the image to {region}",
+                "warning",
+            )
 
 
 def _architecture(job: JobView, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
@@ -150,14 +155,19 @@ def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[Rule
                 continue
             rules = [rule for other in policies for rule in other.items("spec", direction.lower())]
             if all(rule.get("ports") for rule in rules):
-                message = (
-                    f"no policy of the job's pods opens {direction.lower()} on all ports, and the pods need {needs}"
+                yield finding(
+                    "network-policy",
+                    policy,
+                    f"no policy of the job's pods opens {direction.lower()} on all ports, and the pods need {needs}",
+                    f"a policy with an {direction.lower()} rule for the job's pods",
                 )
-                fix = f"a policy with an {direction.lower()} rule for the job's pods"
-                yield finding("network-policy", policy, message, fix)
             elif direction == "Egress" and not any(map(_opens_dns, rules)):
-                fix = "an egress rule for port 53 (UDP and TCP) to the namespace kube-system"
-                yield finding("name-resolution", policy, "no egress rule of the job's pods reaches DNS", fix)
+                yield finding(
+                    "name-resolution",
+                    policy,
+                    "no egress rule of the job's pods reaches DNS",
+                    "an egress rule for port 53 (UDP and TCP) to the namespace kube-system",
+                )
 
 
 def _opens_dns(rule: dict[str, Any]) -> bool:

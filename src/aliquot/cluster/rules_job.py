@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
+from aliquot.cluster.fields import Field, none_of, one_of
 from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import EFA, GPU, Job
 from aliquot.cluster.job_view import NODE, JobView, job_specs, patches
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping
+from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.pod import ANCESTOR
 from aliquot.cluster.quantity import GIB, MIB, parse
 from aliquot.config.cluster_section import max_job_name_length
@@ -23,7 +23,6 @@ _SHM_DEFAULT_BYTES = 64 * MIB
 _SHM_FIX = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
 _GRACE_MARGIN_S = 30
 
-_EFA_VARIABLES = {"FI_PROVIDER": "efa", "NCCL_NET": "AWS Libfabric"}  # with others, NCCL uses TCP
 _DEADLINE = "activeDeadlineSeconds"
 
 
@@ -45,13 +44,13 @@ _PATCHED = (
     "spec/podTemplateOverrides/*/spec/containers/*",
     f"spec/runtimePatches/*/trainingRuntimeSpec/{_JOBS.removeprefix('spec/')}/*/{'/'.join(_CONTAINERS)}/*",
 )
-_TRAIN_JOB = (
+TRAIN_JOB_FIELDS = (
     *(Field(f"{path}/name", "container-name", one_of(NODE), f"name it {NODE!r}") for path in _PATCHED),
     *(Field(path, "node-env", lambda item: item.get("name") != NODE or not item.get("env"), "spec.trainer.env",
             "a patch has env for the container `node`") for path in _PATCHED),
     Field("spec/trainer/env/*/name", "reserved-env", none_of(*RESERVED_ENV), "leave it to the controller"),
 )  # fmt: skip
-_RUNTIME = (
+RUNTIME_FIELDS = (
     Field("spec/mlPolicy", "no-trainer", lambda policy: mapping(policy).keys() - {"numNodes"}, "mlPolicy: {torch: {}}",
           "{path} names no framework"),
     Field(_JOBS, "container-name", lambda jobs: any(map(_is_trainer, jobs or ())),
@@ -71,35 +70,40 @@ def check_job(job: JobView, twin: Job | None) -> Iterator[RuleFinding]:
     plan, grace_s = (None, None) if twin is None else (twin.plan, twin.config.checkpoint.grace_s)
     name, most = job.manifest.name, max_job_name_length(job.nodes)
     if len(name) > most:
-        message = f"{len(name)} letters, and with {job.nodes} nodes it may have {most}"
-        yield finding("name-too-long", job.manifest, message, "a shorter metadata.name")
+        yield finding(
+            "name-too-long",
+            job.manifest,
+            f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
+            "a shorter metadata.name",
+        )
     parts = (_trainer(job, twin is not None), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
     for findings in (*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan)):
         yield from findings
 
 
 def _trainer(job: JobView, is_rendered: bool) -> Iterator[RuleFinding]:
-    spec = mapping(job.manifest.get("spec"))
-    if "trainer" not in spec:
-        yield finding("no-trainer", job.manifest, "spec.trainer is missing", "spec.trainer with numNodes and command")
-    if job.runtime is None:
-        reference = mapping(spec.get("runtimeRef"))
-        runtime = f"{reference.get('kind', 'ClusterTrainingRuntime')}/{reference.get('name')}"
-        message = f"runtimeRef names {runtime}, which is not among the manifests"
-        fix = did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0)
-        yield finding("runtime", job.manifest, message, fix, "error" if is_rendered or job.other_runtimes else None)
-    else:
-        yield from _runtime(job, job.runtime)
-    yield from judge_fields(_TRAIN_JOB, job.manifest.get(), job.manifest)
-
-
-def _runtime(job: JobView, runtime: ManifestObject) -> Iterator[RuleFinding]:
-    yield from judge_fields(_RUNTIME, runtime.get(), runtime)
-    known = [item.get("name") for item in runtime.items("spec", "template", "spec", "replicatedJobs")]
-    for name, _ in patches(job.manifest):
-        if name not in known:
-            fix = did_you_mean(name, map(str, known), "the name of a replicated job of the runtime", similarity=0.0)
-            yield finding("container-name", job.manifest, f"patches {name!r}, which the runtime does not have", fix)
+    spec, known = mapping(job.manifest.get("spec")), [str(name) for name, _ in job_specs(job.runtime)]
+    runtime = f"{dig(spec, 'runtimeRef', 'kind') or 'ClusterTrainingRuntime'}/{dig(spec, 'runtimeRef', 'name')}"
+    yield from failures(
+        job.manifest,
+        Check("trainer" not in spec, "no-trainer", "spec.trainer is missing", "spec.trainer with numNodes and command"),
+        Check(
+            job.runtime is None,
+            "runtime",
+            f"runtimeRef names {runtime}, which is not among the manifests",
+            did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0),
+            "error" if is_rendered or job.other_runtimes else None,
+        ),
+        *(
+            Check(
+                job.runtime is not None and name not in known,
+                "container-name",
+                f"patches {name!r}, which the runtime does not have",
+                did_you_mean(name, known, "the name of a replicated job of the runtime", similarity=0.0),
+            )
+            for name, _ in patches(job.manifest)
+        ),
+    )
 
 
 def _processes(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
@@ -268,7 +272,7 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
 
 
 def _efa(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
-    efa, variables = job.count(EFA) > 0, job.variables
+    efa = job.count(EFA) > 0
     uses_nccl = job.count(GPU) > 0 and job.nodes > 1 and (plan is None or plan.engine != "host")
     yield from failures(
         job.manifest,
@@ -279,19 +283,10 @@ def _efa(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
             f"{EFA} in requests and limits, on types that have it (aliquot instances --efa --gpu)",
         ),
         Check(
-            efa and "NCCL_NET" not in variables,
+            efa and "NCCL_NET" not in job.variables,
             "efa-unused",
             "without NCCL_NET, an image whose EFA plugin does not load trains over TCP without a message",
             "env NCCL_NET: AWS Libfabric",
-        ),
-        *(
-            Check(
-                efa and variables.get(name, value) != value,
-                "efa-unused",
-                f"env {name} is {variables.get(name)!r}, and the pods ask for EFA",
-                f"env {name}: {value}",
-            )
-            for name, value in _EFA_VARIABLES.items()
         ),
     )
 
@@ -302,5 +297,9 @@ def _deadline(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
         seconds = mapping(spec).get(_DEADLINE)
         if isinstance(seconds, int) and (plan is None or not plan.steps or seconds < plan.total_s):
             takes = f"; the plan takes {plan.total_s:.0f} s" if plan is not None and plan.steps else ""
-            fix = f"leave {_DEADLINE} out, or set it far above the duration of the run"
-            yield finding("deadline", job.manifest, f"{_DEADLINE} ends the job after {seconds} s{takes}", fix)
+            yield finding(
+                "deadline",
+                job.manifest,
+                f"{_DEADLINE} ends the job after {seconds} s{takes}",
+                f"leave {_DEADLINE} out, or set it far above the duration of the run",
+            )

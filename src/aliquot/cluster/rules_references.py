@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from aliquot.cluster.fields import values
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 
@@ -27,8 +26,8 @@ _REFERENCES = (
     ("ConfigMap", "containers/*/envFrom/*/configMapRef/name"),
     ("Secret", "containers/*/envFrom/*/secretRef/name"),
     ("Secret", "imagePullSecrets/*/name"),
-    ("ServiceAccount", "serviceAccountName"),
     ("PriorityClass", "priorityClassName"),
+    ("ServiceAccount", "serviceAccountName"),
 )
 _DEFAULT_NAMESPACE = ("Namespace", "default")  # exists on every cluster
 
@@ -37,10 +36,8 @@ def check_pods_references(jobs: Sequence[JobView], manifests: Sequence[ManifestO
     used = {reference for job in jobs for reference in references(job)}
     used |= {("Namespace", item.namespace) for item in manifests}
     for job in jobs:
-        if (runtime := job.runtime) is not None:  # a runtime outside the manifests may define the volumes
-            yield from check_mounts(job.manifest, [job.pod], list(job.volumes.values()))
-            if runtime.kind == "TrainingRuntime" and runtime.in_other_namespace(job.manifest):
-                yield _namespaces_differ(job, runtime)
+        if job.runtime is not None:  # a runtime outside the manifests may define the volumes
+            yield from _mounts(job)
         yield from _keys(job, manifests)
         for kind, name in dict.fromkeys(references(job)):
             yield from _reference(job, kind, name, used, manifests)
@@ -50,6 +47,7 @@ def references(job: JobView) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each object that the job and its pods need."""
     references = [(kind, value) for kind, path in _REFERENCES for _, value in values(job.pod, path.split("/"))]
     references += [("LocalQueue", job.queue), ("Namespace", job.manifest.get("metadata", "namespace"))]
+    references += [(item.kind, item.name) for item in [job.runtime] if item and item.kind == "TrainingRuntime"]
     yield from (
         (kind, name) for kind, name in references if isinstance(name, str) and (kind, name) != _DEFAULT_NAMESPACE
     )
@@ -66,9 +64,11 @@ def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFin
             ):
                 known = [str(word) for part in ("data", "stringData", "binaryData") for word in mapping(item.get(part))]
                 if str(key) not in known:
-                    message = f"env {variable.get('name')} takes {key!r} of {kind}/{name}, which has {', '.join(known)}"
                     yield finding(
-                        "reference", job.manifest, message, did_you_mean(key, known, "a key that it has", 0.0)
+                        "reference",
+                        job.manifest,
+                        f"env {variable.get('name')} takes {key!r} of {kind}/{name}, which has {', '.join(known)}",
+                        did_you_mean(key, known, "a key that it has", 0.0),
                     )
 
 
@@ -77,32 +77,44 @@ def _reference(
 ) -> Iterator[RuleFinding]:
     candidates = select_kinds(manifests, kind)
     named = [item for item in candidates if item.name == name]
-    if named and all(item.in_other_namespace(job.manifest) for item in named):
-        yield _namespaces_differ(job, named[0])
     nearby = [item.name for item in candidates if not item.in_other_namespace(job.manifest)]
     unused = [other for other in nearby if (kind, other) not in used]
-    if not named and unused:
-        message = f"{kind}/{name} is not among the manifests, and nobody uses {', '.join(unused)}"
-        yield finding("reference", job.manifest, message, f"{unused[0]}, or check {name}, too", "warning")
+    return failures(
+        job.manifest,
+        Check(
+            named and all(item.in_other_namespace(job.manifest) for item in named),
+            "reference",
+            f"{kind}/{name} lies in the namespace {named and named[0].namespace}, the job in {job.manifest.namespace}",
+            "the same metadata.namespace in both",
+        ),
+        Check(
+            not named and unused,
+            "reference",
+            f"{kind}/{name} is not among the manifests, and nobody uses {', '.join(unused)}",
+            f"{''.join(unused[:1])}, or check {name}, too",
+            "warning",
+        ),
+    )
 
 
-def _namespaces_differ(job: JobView, other: ManifestObject) -> RuleFinding:
-    message = f"{other.kind}/{other.name} lies in the namespace {other.namespace}, the job in {job.manifest.namespace}"
-    return finding("reference", job.manifest, message, "the same metadata.namespace in both")
-
-
-def check_mounts(
-    where: ManifestObject, pods: Sequence[dict[str, Any]], volumes: Sequence[dict[str, Any]]
-) -> Iterator[RuleFinding]:
-    """Check that the containers of pod specs mount only `volumes`, and a single volume at each path."""
-    names = sorted({str(volume.get("name")) for volume in volumes})
-    keys = ("initContainers", "containers")
-    for container in (item for pod in pods for key in keys for item in mappings(pod, key)):
+def _mounts(job: JobView) -> Iterator[RuleFinding]:
+    """Check that the containers of a pod mount only its volumes, and a single volume at each path."""
+    for container in (item for key in ("initContainers", "containers") for item in mappings(job.pod, key)):
         subject, mounts = f"the container {container.get('name')} mounts", mappings(container, "volumeMounts")
-        for name in (mount.get("name") for mount in mounts):
-            if str(name) not in names:
-                fix = f"one of {', '.join(names)}" if names else "a volume of that name"
-                yield finding("reference", where, f"{subject} {name!r}, and there is no such volume", fix)
-        for path, count in Counter(str(mount.get("mountPath")) for mount in mounts).items():
-            if count > 1:
-                yield finding("reference", where, f"{subject} {count} volumes at {path}", "a path each")
+        counts = Counter(str(mount.get("mountPath")) for mount in mounts)
+        yield from failures(
+            job.manifest,
+            *(
+                Check(
+                    str(name) not in job.volumes,
+                    "reference",
+                    f"{subject} {name!r}, and there is no such volume",
+                    f"one of {', '.join(sorted(job.volumes))}" if job.volumes else "a volume of that name",
+                )
+                for name in (mount.get("name") for mount in mounts)
+            ),
+            *(
+                Check(count > 1, "reference", f"{subject} {count} volumes at {path}", "a path each")
+                for path, count in counts.items()
+            ),
+        )

@@ -26,19 +26,24 @@ def check_together(
     chosen = [pool for pool in pools if selects(job, pool)]
     if not chosen:
         names = ", ".join(pool.manifest.name for pool in pools)
-        message = f"nodeSelector {job.pod.get('nodeSelector')} meets no node of {names}"
-        fix = "labels in spec.template.metadata.labels of a NodePool, or another selector"
-        yield finding("node-selector", job.manifest, message, fix)
+        yield finding(
+            "node-selector",
+            job.manifest,
+            f"nodeSelector {job.pod.get('nodeSelector')} meets no node of {names}",
+            "labels in spec.template.metadata.labels of a NodePool, or another selector",
+        )
         return
     tolerated = [pool for pool in chosen if not _untolerated(job, pool)]
     if not tolerated:
         for pool in chosen:
             for taint in _untolerated(job, pool):
-                message = (
+                yield finding(
+                    "taint",
+                    job.manifest,
                     f"NodePool {pool.manifest.name} has the taint {taint.get('key')}={taint.get('value', '')}:"
-                    f"{taint.get('effect')}"
+                    f"{taint.get('effect')}",
+                    "a toleration in the patch of the TrainJob",
                 )
-                yield finding("taint", job.manifest, message, "a toleration in the patch of the TrainJob")
         return
     yield from _alike(job, tolerated)
     for pool in tolerated:
@@ -145,5 +150,9 @@ def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     terms = listed(dig(job.pod, "affinity", "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
     has_affinity = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
     if job.nodes > 1 and not is_one_zone and not has_affinity:
-        fix = f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey"
-        yield finding("zone-spread", job.manifest, "nothing keeps the nodes in one zone", fix)
+        yield finding(
+            "zone-spread",
+            job.manifest,
+            "nothing keeps the nodes in one zone",
+            f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey",
+        )

@@ -79,14 +79,21 @@ def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) 
         for variable in job.env:
             name, value = str(variable.get("name")), variable.get("value")
             if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):
-                fix = "valueFrom: {secretKeyRef: {name: ..., key: ...}}"
-                yield finding("secret-value", job.manifest, f"env {name} has its value in the manifest", fix)
+                yield finding(
+                    "secret-value",
+                    job.manifest,
+                    f"env {name} has its value in the manifest",
+                    "valueFrom: {secretKeyRef: {name: ..., key: ...}}",
+                )
     for config_map in select_kinds(manifests, "ConfigMap"):
         for name, text in mapping(config_map.get("data")).items():
             if has_url_credentials(str(text)):
-                message = f"data {name} has a URL with a user name or password in it"
-                fix = "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env"
-                yield finding("secret-value", config_map, message, fix)
+                yield finding(
+                    "secret-value",
+                    config_map,
+                    f"data {name} has a URL with a user name or password in it",
+                    "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",
+                )
 
 
 def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -108,9 +115,13 @@ def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject])
     ]
     for manifest, pod in pods:
         if violations := list(restricted_violations(pod)):
-            message = f"its pods are not `restricted`: {'; '.join(violations)}"
-            fix = "the securityContext that `render` writes; run what needs root before the profile is enforced"
-            yield finding("pod-security", manifest, message, fix, "error" if manifest.namespace in enforcing else None)
+            yield finding(
+                "pod-security",
+                manifest,
+                f"its pods are not `restricted`: {'; '.join(violations)}",
+                "the securityContext that `render` writes; run what needs root before the profile is enforced",
+                "error" if manifest.namespace in enforcing else None,
+            )
 
 
 def restricted_violations(pod: dict[str, Any]) -> Iterator[str]:

@@ -143,8 +143,9 @@ def _binding(claim: ManifestObject, volumes: Sequence[ManifestObject]) -> Iterat
         return
     volume = next((candidate for candidate in volumes if candidate.name == name), None)
     if volume is None:
-        message = f"volumeName {name!r} is not among the manifests"
-        yield finding("storage-binding", claim, message, "check it, too", "warning")
+        yield finding(
+            "storage-binding", claim, f"volumeName {name!r} is not among the manifests", "check it, too", "warning"
+        )
         return
     bound = mapping(volume.get("spec", "claimRef"))
     is_other_namespace = namespaces_differ(bound.get("namespace"), claim.get("metadata", "namespace"))

@@ -103,7 +103,7 @@ def cluster_training_runtime(job: Job) -> Document:
         volumes=pod.volumes(job, with_config=False),
     )
     spec = _runtime_spec(job, processes, _job_set(job, pod_spec, pod.runtime_labels(job), torchrun=True))
-    name = f"aliquot-{'gpu' if job.gpu_nodes else 'cpu'}"
+    name = f"aliquot-{'gpu' if job.gpus else 'cpu'}"
     return job.manifest(_API, "ClusterTrainingRuntime", name, labels=_FRAMEWORK, namespaced=False, spec=spec)
 
 
