@@ -69,6 +69,13 @@ def test_tokenizer_loads_from_directory_and_files(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot load a tokenizer") as caught:
             load_tokenizer(tmp_path / path)
         assert "\n" not in str(caught.value)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes one without words
+    with pytest.raises(UserError, match=r"no tokenizer here: set data\.tokenizer"):
+        load_tokenizer(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no vocabulary, such as tokenizer\.json: .* set data\.tokenizer"):
+        load_tokenizer(tmp_path / "empty")
     for path in (str(tmp_path / "absent"), "./absent", "a/b/c"):
         with pytest.raises(UserError, match="no such tokenizer file or directory"):
             load_tokenizer(path)

@@ -318,10 +318,11 @@ def test_sigterm_saves_and_exits_143(folder: Path, two_ranks: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
 def test_resumed_at_another_world_size(folder: Path, alone: Path, ranks: int) -> None:
     name = f"moved{ranks}"
-    config = write_config(folder, name, train={"per_device_train_batch_size": "auto"}, launch={"ranks": ranks})
+    train = {"per_device_train_batch_size": "auto", "global_batch_size": None}
+    config = write_config(folder, name, train=train, launch={"ranks": ranks})
     shutil.copytree(alone, folder / name)
     shutil.rmtree(folder / name / "checkpoints" / "step-00000006")
-    trained(config)
+    assert "train.global_batch_size is 5, as in the checkpoint" in trained(config)
     assert curve(folder / name) == pytest.approx(curve(alone), rel=1e-5)
     recorded = read_config(folder / name / "config.yaml").train.per_device_train_batch_size
     assert recorded == 2  # as in the checkpoint
@@ -381,7 +382,8 @@ def test_commands_on_what_a_run_left(folder: Path, alone: Path) -> None:
 def test_a_complete_run_is_left_alone(folder: Path, alone: Path) -> None:
     before = {name: (alone / name).read_bytes() for name in ("metrics.jsonl", "ledger.json", "export/config.json")}
     result = aliquot.train(aliquot.read_config(folder / "alone.yaml"))
-    assert (result.steps, result.loss, result.export) == (6, None, alone / "export")
+    assert (result.steps, result.export) == (6, alone / "export")
+    assert (result.loss, result.perplexity) == (curve(alone)[6], curve(alone, "eval_perplexity")[6])
     assert {name: (alone / name).read_bytes() for name in before} == before
 
 

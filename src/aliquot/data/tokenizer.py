@@ -58,7 +58,13 @@ def load_tokenizer(name: str | Path) -> Any:
         if path.is_dir():
             starts = check_files(path)
             with _without_marks(path, starts) as directory:
-                return without_code(AutoTokenizer.from_pretrained)(directory)
+                tokenizer = without_code(AutoTokenizer.from_pretrained)(directory)
+            # For some model types, transformers makes a tokenizer without words if there are no files.
+            if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+                raise ValueError(
+                    "there is no vocabulary, such as tokenizer.json: complete the directory, or set data.tokenizer"
+                )
+            return tokenizer
         if path.exists():
             starts[path] = read_small_file(path, links="anywhere")
             return PreTrainedTokenizerFast(tokenizer_file=str(path))

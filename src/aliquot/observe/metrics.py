@@ -225,13 +225,13 @@ def call_all(calls: Sequence[Callable[[], None]]) -> None:
         raise failures[0]
 
 
-def last_step(path: Path) -> int:
-    """Return the last step in a metrics.jsonl, to which a run may be writing; 0 without any step."""
+def last_value(path: Path, name: str) -> float | None:
+    """Return the newest number `name` in a metrics.jsonl, to which a run may be writing; None if there is none."""
     with suppress(OSError):
         for _, fields in read_json_lines(path, backwards=True):
-            if isinstance(step := fields.get("step"), int):
-                return step
-    return 0
+            if isinstance(value := fields.get(name), int | float):
+                return value
+    return None
 
 
 def finite(value: Any) -> Any:

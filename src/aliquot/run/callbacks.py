@@ -6,10 +6,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
+from aliquot.checkpoint.directories import directory_of
 from aliquot.core.errors import CallbackError, UsageError, describe_failure
-from aliquot.core.on_rank_0 import RankGroup, run_on_rank_0
+from aliquot.core.on_rank_0 import run_on_rank_0
+
+if TYPE_CHECKING:
+    from aliquot.run.trainer import Trainer
 
 Event = Literal["on_step_end", "on_log", "on_evaluate", "on_save"]
 
@@ -74,20 +79,33 @@ class Callback:
 class Callbacks:
     """The callbacks of a run. Rank 0 calls them, and all ranks learn whether a callback failed or asked to stop."""
 
-    def __init__(self, callbacks: Sequence[Callback], ranks: RankGroup) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
         """Collective. The callbacks of ranks other than rank 0 are ignored."""
-        self._callbacks = list(callbacks)
-        self._ranks = ranks
+        self._trainer, self._callbacks = trainer, list(callbacks)
         self._stop = threading.Event()
-        self.is_empty = not ranks.gather(len(callbacks))[0]
-        self.stopped_by: str | None = None  # the callback that has asked to stop, the same on every rank
+        self._is_empty = not trainer.ranks.gather(len(callbacks))[0]
+        self._stopped_by: str | None = None  # the callback that has asked to stop, the same on every rank
 
-    def call(self, event: Event, **values: Any) -> None:
-        """Call the method `event` of all callbacks on rank 0. Collective.
+    def call(self, event: Event, metrics: Mapping[str, Any]) -> None:
+        """Call the method `event` of all callbacks on rank 0, and end the run early if one asks to stop. Collective.
 
-        `values` are the fields of RunState. Raises CallbackError on every rank if a callback fails.
+        Raises CallbackError on every rank if a callback fails.
         """
-        self.stopped_by = run_on_rank_0(self._ranks, lambda: self._call(event, RunState(**values, _stop=self._stop)))
+        if self._is_empty:
+            return
+        trainer, start, progress = self._trainer, self._trainer.start, self._trainer.progress
+        batches, saved = trainer.train_batches, directory_of(trainer.directory.checkpoints, progress.saved_step)
+        state = RunState(
+            directory=trainer.directory.path, step=progress.step, last_step=progress.last_step,
+            epoch=batches.sequences_until(progress.step) / batches.epoch_sequences, tokens=progress.tokens,
+            metrics=MappingProxyType(dict(metrics)),
+            checkpoint=saved if progress.saved_step > start.step else start.resumed_from, _stop=self._stop,
+        )  # fmt: skip
+        self._stopped_by = run_on_rank_0(trainer.ranks, lambda: self._call(event, state))
+        trainer.watchdog.beat()
+        # A save may complete in the middle of a step, which must end first. Without any step, there is nothing to save.
+        if self._stopped_by is not None and event != "on_save" and progress.step > start.step:
+            progress.end_early(f"callback {self._stopped_by} called stop()", trainer.recorder)
 
     def _call(self, event: Event, state: RunState) -> str | None:
         for callback in self._callbacks:
@@ -100,9 +118,9 @@ class Callbacks:
                     f"{describe_failure(getattr(callback, event), what, error)}. Correct the callback and start again:"
                     " the run continues after its newest checkpoint"
                 ) from error
-            if self._stop.is_set() and self.stopped_by is None:
-                self.stopped_by = type(callback).__name__
-        return self.stopped_by
+            if self._stop.is_set() and self._stopped_by is None:
+                self._stopped_by = type(callback).__name__
+        return self._stopped_by
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:

@@ -140,7 +140,7 @@ class Evaluator:
         for name, batches in self._sets.items():
             result = evaluate(self._engine, batches, ranks, progress, trainer.stop_poll)
             if result is None:
-                return trainer.requested_signal()
+                return trainer.stop_poll.now()
             results[name] = result
             done_before += batches.count(ranks.world_size)
         self.metrics = trainer.recorder.evaluated(results)
@@ -149,7 +149,7 @@ class Evaluator:
         trainer.memory_release.release(trainer.progress.step)
         if trainer.progress.step > 0:
             self._compare(next(iter(results.values()))[trainer.progress.evaluations.metric])
-        trainer.call_back("on_evaluate", self.metrics)
+        trainer.callbacks.call("on_evaluate", self.metrics)
         return 0
 
     def _compare(self, value: float) -> None:
@@ -157,7 +157,7 @@ class Evaluator:
         settings, progress = self._trainer.config.train, self._trainer.progress
         progress.evaluations = progress.evaluations.after(progress.step, value, settings.early_stopping_threshold)
         if progress.evaluations.exhausts(settings.early_stopping_patience):
-            self._trainer.end_early(progress.evaluations.summary())
+            progress.end_early(progress.evaluations.summary(), self._trainer.recorder)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def finish_run(trainer: Trainer) -> Path | None:
     If a rank has received a stop signal, save first if possible, then raise Terminated.
     """
     checkpoints, progress, shutdown = trainer.checkpoints, trainer.progress, trainer.shutdown
-    stop_signal = trainer.requested_signal()
+    stop_signal = trainer.stop_poll.now()
     if stop_signal and not progress.is_saved:  # the export is given up, so a checkpoint must hold the last step
         checkpoints.save_now()
     trainer.watchdog.stop()
@@ -57,7 +57,9 @@ def finish_run(trainer: Trainer) -> Path | None:
     trainer.activity.enter(Stage.SAMPLE)
     text = sample(trainer)
     # A process that has trained no step has not measured the memory that training needs.
-    rows = trainer.publish_ledger() if progress.step > trainer.start.step else []
+    rows = []
+    if progress.step > trainer.start.step:
+        rows = trainer.ledger.publish(trainer.directory.ledger, trainer.ranks, trainer.record.as_json())
     trainer.liveness.heartbeat.stop()
     if trainer.ranks.rank == 0:
         speed, is_chat = trainer.recorder.meter.overall(), trainer.resolved.is_chat
@@ -86,11 +88,11 @@ def _export_or_save(trainer: Trainer) -> Path:
     except UserError:  # every rank raises the same error
         if not progress.is_saved:
             checkpoints.save_now()
-        if stop_signal := trainer.requested_signal():
+        if stop_signal := trainer.stop_poll.now():
             raise shutdown.stopped(stop_signal, saved_outcome(progress.step, progress.saved_step)) from None
         raise
     shutdown.enter(Phase.DONE, progress.step)
-    if stop_signal := trainer.requested_signal():  # the signal arrived when the export was almost complete
+    if stop_signal := trainer.stop_poll.now():  # the signal arrived when the export was almost complete
         raise shutdown.stopped(stop_signal, IS_EXPORTED.format(step=progress.step))
     return exported
 

@@ -31,12 +31,13 @@ from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
 from aliquot.run.activity import Activity, PhaseNotice, Stage
 from aliquot.run.built_model import build_model
-from aliquot.run.callbacks import Callback, Callbacks, check_callbacks
+from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, introduce, show_data
 from aliquot.run.reference import compare_with_reference, with_reference
 from aliquot.run.resolved_run import read_inputs, resolve_run
-from aliquot.run.shutdown import Shutdown, StopPoll
+from aliquot.run.shutdown import Shutdown
 from aliquot.run.starting_point import check_newest, fill_model
+from aliquot.run.training_progress import TrainingProgress
 from aliquot.stores.store import open_store
 from aliquot.tensor_io.publish import restore_former
 
@@ -110,7 +111,6 @@ class PreparedRun:
         if topology.is_first:
             stack.enter_context(PhaseNotice(self.activity, self.display.line))
         self.ledger = Ledger(topology.rank, gpu, offloads=self.requested.shard.offload == "cpu")
-        self.callbacks = Callbacks(self._user_callbacks, self.ranks)
         stack.callback(self.display.finish)
         check_configs(self.ranks, self.requested)
 
@@ -129,7 +129,6 @@ class PreparedRun:
                 restore_terminal=self.display.finish,
             )
         )
-        self.stop_poll = StopPoll(ranks, lambda: self.shutdown.requested)
         stack.callback(self.exporter.close)
         if ranks.rank == 0:
             stack.enter_context(self.directory.lock.hold())
@@ -180,6 +179,9 @@ class PreparedRun:
         self.state = dict(self.start.state)
         self.train_batches = batches.continued_at(self.start.step, self.start.position, self.start.ends)
         self.total_steps = self.train_batches.total_steps(config.train.max_steps)
+        self.progress = TrainingProgress(
+            self.start.step, self.total_steps, self.start.tokens, self.start.step, self.start.evaluations
+        )
         self.schedule = Schedule.of(config.train, self.total_steps)
         self._wait_for_data()
         run_on_rank_0(self.ranks, lambda: self.directory.begin(config))

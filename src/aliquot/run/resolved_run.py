@@ -31,7 +31,7 @@ from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
 from aliquot.models.stored_weights import fingerprint
 from aliquot.models.traits import Traits, traits
-from aliquot.planner.automatic_settings import NO_CHOICES, with_choices
+from aliquot.planner.automatic_settings import NO_CHOICES, with_choices, with_settings
 from aliquot.planner.compute_ceiling import Ceiling, ceiling
 from aliquot.planner.plan import Plan
 from aliquot.planner.preflight import PlanRequest, plan_together
@@ -104,6 +104,12 @@ def read_inputs(trainer: PreparedRun, trains: bool = True) -> ResolvedRun:
     state = run_on_rank_0(ranks, lambda: resumed_state(root, resume))
     precision = choose_precision(trainer, state["config"]["train"].get("precision"))
     config = with_choices(trainer.requested.with_positions(positions), {"train.precision": precision})
+    # Without a setting, the global batch follows from the number of ranks; a resumed run keeps the one of its beginning.
+    now = batch_size(config.train, ranks.world_size).total
+    before = state["determinants"].get("train.global_batch_size", now)
+    if config.train.global_batch_size is None and before != now:
+        trainer.display.line(f"train.global_batch_size is {before}, as in the checkpoint, and not {now}")
+        config = with_settings(config, {"train.global_batch_size": before})
     source = run_on_all_ranks(ranks, lambda: model_source(config))
     # A checkpoint has the day of the run, too, with a checksum.
     recorded_day = state["determinants"].get("data.chat_template_date")

@@ -123,7 +123,7 @@ class RunCheckpoints:
         self._trainer.progress.saved_step = step
         self._uploader.start(step, self.saver.best, just_saved=True)
         self._trainer.memory_release.release(self._trainer.progress.step)
-        self._trainer.call_back("on_save", {"seconds": seconds, "stall_s": stall_s})
+        self._trainer.callbacks.call("on_save", {"seconds": seconds, "stall_s": stall_s})
 
     def _on_failed(self, step: int) -> None:
         """Restore the previous best step, unless this is the last step, whose weights can be exported from memory."""

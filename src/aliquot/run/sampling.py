@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,12 @@ class _Row:
 
 
 def sample_all(
-    trainer: Trainer, prompts: Sequence[str | Sequence[int]], copies: int, drawing: Drawing, seed: int
+    trainer: Trainer,
+    prompts: Sequence[str | Sequence[int]],
+    copies: int,
+    drawing: Drawing,
+    seed: int,
+    between_turns: Callable[[], None],
 ) -> list[Sample]:
     """Return `copies` samples of each prompt, in their order, on every rank. Collective."""
     rows = run_on_all_ranks(trainer.ranks, lambda: _rows(trainer, prompts, copies, drawing, seed))
@@ -94,7 +99,7 @@ def sample_all(
     results: list[tuple[int, list[Any]]] = []
     for first in range(0, len(turns), world_size):
         if first:
-            trainer.stop_if_requested()
+            between_turns()
         # A rank without rows draws the last ones again, because engines may gather weights in every forward pass.
         turn = turns[min(first + rank, len(turns) - 1)]
         drawn = _draw(trainer, [rows[index] for index in turn], drawing)

@@ -25,7 +25,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -244,16 +244,16 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 
 
 class StopPoll:
-    """Asks between micro-batches, about once a second, whether a rank has received a stop signal."""
+    """The ranks' agreement on a stop signal that any of them has received, or on 0. Every method is a collective."""
 
-    def __init__(self, ranks: Ranks, requested: Callable[[], int]) -> None:
-        """`requested` returns the signal that this rank has received, or 0."""
-        self._ranks, self._requested = ranks, requested
+    def __init__(self, ranks: Ranks, shutdown: Shutdown, relax: Callable[[], None]) -> None:
+        """`relax` is called as soon as all ranks know of a signal."""
+        self._ranks, self._shutdown, self._relax = ranks, shutdown, relax
         self._interval = self._left = 1  # micro-batches between two polls, and until the next poll
         self._asked_at = time.monotonic()
 
     def __call__(self, at_once: bool = False) -> int:
-        """Return the signal that any rank has received, or 0. Collective: all ranks call it before a micro-batch.
+        """Return the signal before a micro-batch. The ranks ask each other only about once a second.
 
         `at_once`: ask now, because an evaluation begins, which a signal gives up.
         """
@@ -261,8 +261,19 @@ class StopPoll:
         if self._left:
             return 0
         now = time.monotonic()
-        signals, seconds = zip(*self._ranks.gather([self._requested(), now - self._asked_at]), strict=True)
+        signals, seconds = zip(*self._ranks.gather([self._shutdown.requested, now - self._asked_at]), strict=True)
         in_time = int(self._interval * _POLL_INTERVAL_S / max(seconds))
         self._interval = self._left = max(1, min(_MAX_GROWTH * self._interval, in_time))
         self._asked_at = now
-        return int(max(signals))
+        return self.agree(signals)
+
+    def now(self) -> int:
+        """Return the signal."""
+        return self.agree(self._ranks.gather(self._shutdown.requested))
+
+    def agree(self, signals: Iterable[int]) -> int:
+        """Return the signal among those that all ranks have gathered."""
+        agreed = max(signals)
+        if agreed:
+            self._relax()
+        return agreed

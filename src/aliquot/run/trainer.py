@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from aliquot.checkpoint.directories import directory_of
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import CallbackError, UsageError
+from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.data.batches import StepBatch
 from aliquot.distributed.liveness.liveness import StepWatchdog
 from aliquot.losses import cross_entropy
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.nn.token_loss import Group, LossFunction, TokenSequence
-from aliquot.observe.ledger import Row
+from aliquot.observe.metrics import last_value
 from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.planner.compute_ceiling import ceiling
 from aliquot.run.activity import Stage
 from aliquot.run.built_model import files_beside_weights
-from aliquot.run.callbacks import Callback, Event
+from aliquot.run.callbacks import Callback, Callbacks
 from aliquot.run.caller_batch import as_groups, lay_out, scattered, token_logprobs
 from aliquot.run.export_run import finish_run, is_exported
 from aliquot.run.prepared_run import PreparedRun
 from aliquot.run.run_checkpoints import RunCheckpoints, start_uploads
 from aliquot.run.sampling import Drawing, Sample, sample_all
+from aliquot.run.shutdown import StopPoll
 from aliquot.run.starting_point import continuation_advice
 from aliquot.run.training_loop import TrainingLoop
-from aliquot.run.training_progress import TrainingProgress
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class Result:
     Attributes:
         directory: The run directory.
         steps: The number of finished optimizer steps, including the steps of earlier starts of this run.
-        loss: The training loss of the last step, in nats per token. None if this process has trained no step.
+        loss: The training loss of the last step, in nats per token; the last logged loss if the run was complete. None
+            if no loss is known.
         perplexity: The perplexity of the last evaluation. None without an evaluation.
         export: The directory of the exported model. None if `checkpoint.export` is false.
     """
@@ -222,7 +222,7 @@ class Trainer(PreparedRun):
         Raises:
             UserError: a sequence is longer than `data.sequence_length`, or has an id outside of the vocabulary.
         """
-        self._loop.begin_pass()
+        self._loop.recorder.enter("forward")
         return token_logprobs(self, as_groups(sequences), reference, scatter)
 
     def sample(
@@ -254,8 +254,8 @@ class Trainer(PreparedRun):
             UserError: an argument is out of range, or prompt and `max_tokens` exceed the model's context.
         """
         drawing = Drawing(temperature, top_p, max_tokens, tuple(stop))
-        self._loop.begin_pass()
-        return sample_all(self, prompts, n, drawing, seed)
+        self._loop.recorder.enter("forward")
+        return sample_all(self, prompts, n, drawing, seed, self._loop.stop_if_requested)
 
     def log(self, **values: float) -> None:
         """Add values to the metrics of the present step, for the console, metrics.jsonl and dashboards.
@@ -282,7 +282,7 @@ class Trainer(PreparedRun):
 
         Returns None if `checkpoint.export` is false. Without this call, a run leaves its checkpoints alone.
         """
-        self._loop.finish_save()
+        self._loop.checkpoints.finish()
         return finish_run(self)
 
     @cached_property
@@ -291,7 +291,6 @@ class Trainer(PreparedRun):
         config, start, ranks = self.config, self.start, self.ranks
         self.files = files_beside_weights(self.resolved, self.model)
         self.memory_release = PeriodicRelease(start.step)
-        self.progress = TrainingProgress(start.step, self.total_steps, start.tokens, start.step, start.evaluations)
         recorder = Recorder(
             RecordedRun(config, self.directory, ranks, self.display, self.exporter, self.record, self.ledger.gpu),
             self.model.clock, lambda: ceiling(ranks, config.train.chosen_precision, again=True).flops_per_s,
@@ -301,50 +300,10 @@ class Trainer(PreparedRun):
         stack_file = self.directory.logs / f"stacks-rank-{ranks.rank}.txt"
         self.watchdog = self._stack.enter_context(StepWatchdog(self.liveness.rank, stack_file))
         self.shutdown.on_request = self.watchdog.hurry
+        self.stop_poll = StopPoll(ranks, self.shutdown, self.watchdog.relax)
+        self.callbacks = Callbacks(self, self._user_callbacks)
         self.checkpoints = RunCheckpoints(self)
         return TrainingLoop(self)
-
-    def stop_if_requested(self) -> None:
-        """End the run as after the last finished step if a rank has received a stop signal."""
-        self._loop.stop_if_requested()
-
-    def requested_signal(self) -> int:
-        """Return the stop signal that any rank has received, or 0. Collective."""
-        return self.agreed_signal(self.ranks.gather(self.shutdown.requested))
-
-    def agreed_signal(self, signals: Iterable[int]) -> int:
-        """Return the stop signal among the signals of all ranks, or 0."""
-        agreed = max(signals)
-        if agreed:
-            self.watchdog.relax()
-        return agreed
-
-    def call_back(self, event: Event, metrics: Mapping[str, Any]) -> None:
-        """Call the user's callbacks, and end the run early if one asks to stop. Collective. Raises CallbackError."""
-        start, progress, batches = self.start, self.progress, self.train_batches
-        if self.callbacks.is_empty:
-            return
-        saved = directory_of(self.directory.checkpoints, progress.saved_step)
-        self.callbacks.call(
-            event, directory=self.directory.path, step=progress.step, last_step=progress.last_step,
-            epoch=batches.sequences_until(progress.step) / batches.epoch_sequences, tokens=progress.tokens,
-            metrics=MappingProxyType(dict(metrics)),
-            checkpoint=saved if progress.saved_step > start.step else start.resumed_from,
-        )  # fmt: skip
-        self.watchdog.beat()
-        # A save may complete in the middle of a step, which must end first. Without any step, there is nothing to save.
-        if self.callbacks.stopped_by is not None and event != "on_save" and progress.step > start.step:
-            self.end_early(f"callback {self.callbacks.stopped_by} called stop()")
-
-    def publish_ledger(self) -> list[Row]:
-        """Write the memory of all ranks to the run directory, and return the rows for the console. Collective."""
-        return self.ledger.publish(self.directory.ledger, self.ranks, self.record.as_json())
-
-    def end_early(self, reason: str) -> None:
-        """Make the last finished step the last step of the run."""
-        if self.progress.step < self.progress.last_step:
-            self.progress.last_step = self.progress.step
-            self.recorder.stopped_early(reason)
 
 
 class _ConfiguredRun(Trainer):
@@ -354,18 +313,30 @@ class _ConfiguredRun(Trainer):
 
     def run(self) -> Result:
         """Train the steps that are left as the configuration says, then export; return the result of the run."""
-        start, config = self.start, self.config
+        start, config, progress = self.start, self.config, self.progress
         if advice := continuation_advice(self):
             self.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
             uploader = start_uploads(self, self.display.warning)
             self.activity.enter(Stage.COPY_TO_MIRROR)
             uploader.finish()
+            progress.loss, progress.perplexity = run_on_rank_0(self.ranks, self._logged)
             is_evaluated = not self.held_out or start.evaluations.last_step == start.step
             if is_evaluated and (not config.checkpoint.export or is_exported(self)):
-                return Result(self.directory.path, start.step, None, None, self.directory.export)
-            self.total_steps = start.step  # only the evaluation or the export is left
+                return self._result(self.directory.export if config.checkpoint.export else None)
+            self.total_steps = progress.last_step = start.step  # only the evaluation or the export is left
         for batch in self.batches():
             self.forward_backward(batch)
             self.optim_step()
-        exported, progress = self.export(), self.progress
+        return self._result(self.export())
+
+    def _logged(self) -> list[float | None]:
+        """Return the last loss and perplexity that an earlier start of this run has logged."""
+        name = next(iter(self.held_out), "")
+        return [
+            last_value(self.directory.metrics, metric)
+            for metric in ("loss", f"eval_{name}_perplexity" if name else "eval_perplexity")
+        ]
+
+    def _result(self, exported: Path | None) -> Result:
+        progress = self.progress
         return Result(self.directory.path, progress.step, progress.loss, progress.perplexity, exported)

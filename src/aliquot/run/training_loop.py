@@ -38,9 +38,9 @@ class TrainingLoop:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._engine = trainer.model.engine
-        self._recorder = trainer.recorder
+        self.recorder = trainer.recorder
         self._progress = trainer.progress
-        self._checkpoints = trainer.checkpoints
+        self.checkpoints = trainer.checkpoints
         self._evaluator = Evaluator(trainer)
         self._loss_watch = LossWatch()
         self._irregularities = StreamedIrregularities(trainer.train_batches)
@@ -62,8 +62,8 @@ class TrainingLoop:
         """
         self._evaluate_before_steps()
         while (step := self._progress.step) < self._progress.last_step:
-            self._trainer.activity.enter(Stage.STEP, step + 1, saving=self._checkpoints.saver.current_step)
-            self._recorder.begin()
+            self._trainer.activity.enter(Stage.STEP, step + 1, saving=self.checkpoints.saver.current_step)
+            self.recorder.begin()
             self._open_step = step
             yield step
             if self._progress.step == step:
@@ -82,7 +82,7 @@ class TrainingLoop:
             for step in self.steps():
                 batch = self._prefetcher.take(step)
                 for line in self._irregularities.news():
-                    self._recorder.warn(line)
+                    self.recorder.warn(line)
                 yield batch
 
     def forward_backward(self, batch: StepBatch, names: Sequence[str], is_last: bool) -> float:
@@ -121,29 +121,21 @@ class TrainingLoop:
 
     def save_now(self) -> None:
         """Save the last finished step, and wait until the checkpoint is complete. Collective."""
-        if self._progress.step not in (self._progress.saved_step, self._checkpoints.saver.current_step):
-            self._checkpoints.save()
-        self._checkpoints.finish_save()
-
-    def begin_pass(self) -> None:
-        """Count the time from now on as that of forward passes."""
-        self._recorder.enter("forward")
-
-    def finish_save(self) -> None:
-        """Wait for the save in progress, and for its copies to the mirror. Collective."""
-        self._checkpoints.finish()
+        if self._progress.step not in (self._progress.saved_step, self.checkpoints.saver.current_step):
+            self.checkpoints.save()
+        self.checkpoints.finish_save()
 
     def stop_if_requested(self) -> None:
         """End the run as after the last finished step if a rank has received a stop signal. Collective."""
-        if self._trainer.stop_poll():
-            self._save_after_step(self._trainer.requested_signal(), None)
+        if stop_signal := self._trainer.stop_poll():
+            self._save_after_step(stop_signal, None)
 
     def _end_step(self) -> None:
         """Log, evaluate and save as the configuration says; end the run after a stop signal, or without data."""
         reports, metrics = self._reports, self._metrics
         self._reports, self._totals = [], StepTotals()
-        stop_signal = self._trainer.agreed_signal(report["stop"] for report in reports)
-        self._trainer.call_back("on_step_end", metrics)
+        stop_signal = self._trainer.stop_poll.agree(report["stop"] for report in reports)
+        self._trainer.callbacks.call("on_step_end", metrics)
         self._log(metrics)
         failure = next((error_of(*report["failure"]) for report in reports if report["failure"]), None)
         if not stop_signal and failure is None:
@@ -159,7 +151,7 @@ class TrainingLoop:
             raise self._trainer.shutdown.stopped(stop_signal, f"before step {first + 1}: start again to continue")
         if 0 < first == self._progress.evaluations.last_step:
             # The checkpoint must hold this evaluation. The best evaluation in the checkpoint may be of another run.
-            self._checkpoints.start_save()
+            self.checkpoints.start_save()
 
     def _backward(self, batch: StepBatch, is_last: bool) -> list[dict[str, float]]:
         """Compute the gradients of this rank's micro-batches; return the sums of the metrics of each data source.
@@ -167,7 +159,7 @@ class TrainingLoop:
         A stop signal between two micro-batches ends the run as a signal after the last finished step does. The resumed
         run repeats the step.
         """
-        self._recorder.enter("forward")
+        self.recorder.enter("forward")
         micro_batches, results = batch.micro_batches, []
         for index, micro_batch in enumerate(micro_batches):
             if index:
@@ -212,11 +204,11 @@ class TrainingLoop:
             "loss": [source_sums.pop("loss") for source_sums in sums],
             "preference": sums,
             "stop": self._trainer.shutdown.requested,
-            **self._checkpoints.report(),
+            **self.checkpoints.report(),
             "freed": self._trainer.memory_release.is_due(self._progress.step),
             "lost": self._trainer.directory.lock.why_lost(),
         }
-        reports = self._recorder.gather(
+        reports = self.recorder.gather(
             report, sum(len(one.input_ids) for one in batch.micro_batches if one is not None)
         )
         if (lost := reports[0]["lost"]) is not None:
@@ -228,14 +220,14 @@ class TrainingLoop:
 
         `learning_rate`: None for the rate of the schedule. Raises DivergedError if the gradient norm is not finite.
         """
-        trainer, progress, recorder, totals = self._trainer, self._progress, self._recorder, self._totals
+        trainer, progress, recorder, totals = self._trainer, self._progress, self.recorder, self._totals
         if not self._is_complete:
             raise UsageError("optim_step needs a gradient: call forward_backward before, and last without accumulate")
         step = progress.step
         recorder.enter("checkpoint")
         progress.loss = totals.loss
-        self._checkpoints.poll(self._reports)
-        self._checkpoints.saver.before_update()
+        self.checkpoints.poll(self._reports)
+        self.checkpoints.saver.before_update()
 
         recorder.enter("optimizer")
         rate = trainer.schedule.rate(step) if learning_rate is None else learning_rate
@@ -247,7 +239,7 @@ class TrainingLoop:
         progress.tokens += totals.tokens
         lengths = np.concatenate(totals.lengths)
         flops = model_flops(trainer.model.built.matmul_flops, totals.tokens, lengths, self._attention_widths)
-        recorder.end(totals.tokens, flops, self._checkpoints.saver.current_step)
+        recorder.end(totals.tokens, flops, self.checkpoints.saver.current_step)
         trainer.watchdog.beat()
         if self._loss_watch.explodes(progress.loss):
             self._warn_of_explosion()
@@ -267,20 +259,21 @@ class TrainingLoop:
 
     def _warn_of_explosion(self) -> None:
         watch, first = self._loss_watch, self._progress.step - self._loss_watch.steps + 1
-        self._recorder.warn(
+        self.recorder.warn(
             f"since step {first} the loss is above {watch.factor} times its usual value of {watch.usual:.4g}:"
             f" train.learning_rate ({self._trainer.config.train.learning_rate:g}) is probably too high. Stop the run,"
             f" and continue with a lower one from a checkpoint before step {first}"
         )
 
     def _log(self, metrics: dict[str, Any]) -> None:
-        if self._trainer.ledger.mark("first step", lambda: self._engine.counters().memory()):
-            self._trainer.publish_ledger()
-        if self._recorder.is_due(self._progress.step):
+        trainer = self._trainer
+        if trainer.ledger.mark("first step", lambda: self._engine.counters().memory()):
+            trainer.ledger.publish(trainer.directory.ledger, trainer.ranks, trainer.record.as_json())
+        if self.recorder.is_due(self._progress.step):
             traffic = self._engine.counters().traffic()
-            line = self._recorder.log({**metrics, **self._expert_metrics(), **traffic}, self.caller_metrics)
+            line = self.recorder.log({**metrics, **self._expert_metrics(), **traffic}, self.caller_metrics)
             self.caller_metrics = {}
-            self._trainer.call_back("on_log", line)
+            trainer.callbacks.call("on_log", line)
 
     def _evaluate_after_step(self) -> int:
         """Evaluate if an evaluation is due. Returns the signal for which the evaluation was given up, or 0."""
@@ -291,14 +284,14 @@ class TrainingLoop:
             self._evaluator.compile()
         if not self._evaluator.is_due:
             return 0
-        saving = self._checkpoints.saver.current_step
-        if saving is not None and saving == self._checkpoints.best_step:
-            self._checkpoints.finish_save()  # a best checkpoint that could not be saved does not count as best
+        saving = self.checkpoints.saver.current_step
+        if saving is not None and saving == self.checkpoints.best_step:
+            self.checkpoints.finish_save()  # a best checkpoint that could not be saved does not count as best
         return self._evaluator.evaluate()
 
     def _save_after_step(self, stop_signal: int, failure: UserError | None) -> None:
         """Save if a save is due. After a stop signal, or without data, save in any case, and end the run."""
-        settings, progress, checkpoints = self._trainer.config.checkpoint, self._progress, self._checkpoints
+        settings, progress, checkpoints = self._trainer.config.checkpoint, self._progress, self.checkpoints
         is_last = progress.step == progress.last_step
         is_best = progress.step == checkpoints.best_step
         # Of a signal within the next step, the last step may be saved already.
@@ -332,7 +325,7 @@ class TrainingLoop:
     def _diverged(self, reason: str) -> DivergedError:
         """Return the error that ends the run on every rank. Finish the save in progress first: its weights are good."""
         step = self._progress.step + 1
-        self._checkpoints.finish()
+        self.checkpoints.finish()
         checkpoints = complete_directories(self._trainer.directory.checkpoints)
         where = f"the last checkpoint is {checkpoints[-1]}" if checkpoints else "there is no checkpoint yet"
         return DivergedError(f"step {step}: {reason}; {where}. Try a lower train.learning_rate or more warm-up")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from aliquot.checkpoint.retention import EvaluationHistory
 from aliquot.data.batches import StepBatch
 from aliquot.nn.preference_loss import Objective
+from aliquot.observe.recorder import Recorder
 
 
 @dataclass
@@ -32,6 +33,12 @@ class TrainingProgress:
     @property
     def is_saved(self) -> bool:
         return self.saved_step == self.step
+
+    def end_early(self, reason: str, recorder: Recorder) -> None:
+        """Make the last finished step the last step of the run."""
+        if self.step < self.last_step:
+            self.last_step = self.step
+            recorder.stopped_early(reason)
 
 
 @dataclass
