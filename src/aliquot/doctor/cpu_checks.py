@@ -25,24 +25,36 @@ def check_isa(subject: Subject) -> Verdict:
     cpu = subject.cpu
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
     if faster_precision(cpu.isa) == "bf16":
-        return "ok", observed, "the CPU has instructions for bf16 products: `train.precision: auto` is bf16"
+        return Verdict(
+            "ok", observed, meaning="the CPU has instructions for bf16 products: `train.precision: auto` is bf16"
+        )
     if cpu.isa:
-        return "ok", observed, "products are faster in fp32 than in bf16: `train.precision: auto` is fp32"
-    return "problem", observed, "torch has no fast kernels for this CPU", "take a CPU with AVX2, AVX-512 or AMX"
+        return Verdict(
+            "ok", observed, meaning="products are faster in fp32 than in bf16: `train.precision: auto` is fp32"
+        )
+    return Verdict(
+        "problem",
+        observed,
+        meaning="torch has no fast kernels for this CPU",
+        fix="take a CPU with AVX2, AVX-512 or AMX",
+    )
 
 
 @check("amx", "AMX permission")
 def check_amx(subject: Subject) -> Verdict:
     """Check that Linux permits AMX tiles, because the CPU flags do not show this permission."""
     if "amx_bf16" not in subject.cpu.isa:
-        return "ok", "no AMX on this CPU", "nothing to permit"
+        return Verdict("ok", "no AMX on this CPU", meaning="nothing to permit")
     # Request permission for AMX tile data, as oneDNN does.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, ctypes.c_ulong(_XFEATURE_XTILEDATA)) == 0:
-        return "ok", "granted", "bf16 products run in AMX tiles, several times AVX-512"
-    observed = f"the CPU has AMX, the kernel refuses it: {os.strerror(ctypes.get_errno())}"
-    fix = "Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl"
-    return "problem", observed, "oneDNN falls back to AVX-512, several times slower", fix
+        return Verdict("ok", "granted", meaning="bf16 products run in AMX tiles, several times AVX-512")
+    return Verdict(
+        "problem",
+        f"the CPU has AMX, the kernel refuses it: {os.strerror(ctypes.get_errno())}",
+        meaning="oneDNN falls back to AVX-512, several times slower",
+        fix="Linux 5.16 or newer, and no sandbox (gVisor, old seccomp profiles) that hides arch_prctl",
+    )
 
 
 @check("kernels", "matmul kernels")
@@ -54,13 +66,13 @@ def check_kernels(subject: Subject) -> Verdict:
     observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
     best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
     if best is None:
-        return "ok", observed, "matrix products use the available kernel"
+        return Verdict("ok", observed, meaning="matrix products use the available kernel")
     if best in kernel or "amx" in kernel:
-        return "ok", observed, "products run on the best kernel that this CPU has"
+        return Verdict("ok", observed, meaning="products run on the best kernel that this CPU has")
     fix = "install the torch of `pip install torch`; see `amx` for its permission"
     if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
         observed, fix = f"{observed} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
-    return "warning", observed, f"the CPU has {best}, and torch does not use it", fix
+    return Verdict("warning", observed, meaning=f"the CPU has {best}, and torch does not use it", fix=fix)
 
 
 @check("cores", "cores")
@@ -73,17 +85,28 @@ def check_cores(subject: Subject) -> Verdict:
     observed = f"{len(cpu.cores)} physical cores, {allowed} of {allowed + hidden} logical CPUs allowed, {quota}"
     meaning = f"{count_of(cpu.usable_cores, 'thread')} can compute at once"
     if cpu.quota is not None and cpu.quota < 1:
-        fix = "raise the container's CPU limit"
-        return "problem", observed, "less than one CPU: training stalls most of the time", fix
+        return Verdict(
+            "problem",
+            observed,
+            meaning="less than one CPU: training stalls most of the time",
+            fix="raise the container's CPU limit",
+        )
     if hidden > 0:
-        fix = "unless this is intended, start without taskset, or widen the cpuset"
-        meaning = f"{count_of(hidden, 'CPU is', 'CPUs are')} not available to this process; {meaning}"
-        return "warning", observed, meaning, fix
+        return Verdict(
+            "warning",
+            observed,
+            meaning=f"{count_of(hidden, 'CPU is', 'CPUs are')} not available to this process; {meaning}",
+            fix="unless this is intended, start without taskset, or widen the cpuset",
+        )
     if cpu.is_throttled and cpu.quota is not None:
         meaning += ", and ranks are not pinned, because other containers use the same cores"
-        fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own"
-        return "warning", observed, meaning, fix
-    return "ok", observed, meaning
+        return Verdict(
+            "warning",
+            observed,
+            meaning=meaning,
+            fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own",
+        )
+    return Verdict("ok", observed, meaning=meaning)
 
 
 @check("smt", "SMT")
@@ -93,13 +116,16 @@ def check_smt(subject: Subject) -> Verdict:
     threads = max(len(core) for core in cores)
     observed = f"{count_of(threads, 'hardware thread')} a core"
     if threads == 1:
-        return "ok", observed, "every logical CPU is a core of its own"
+        return Verdict("ok", observed, meaning="every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
-        meaning = f"{halves} of {len(cores)} cores are shared: a process on their second thread halves the speed"
-        fix = "give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings"
-        return "warning", observed, meaning, fix
-    return "ok", observed, "a matmul fills a core: ranks take one thread of each"
+        return Verdict(
+            "warning",
+            observed,
+            meaning=f"{halves} of {len(cores)} cores are shared: a process on their second thread halves the speed",
+            fix="give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings",
+        )
+    return Verdict("ok", observed, meaning="a matmul fills a core: ranks take one thread of each")
 
 
 @check("numa", "NUMA")
@@ -107,17 +133,27 @@ def check_numa(subject: Subject) -> Verdict:
     """Check the NUMA nodes, and whether a process may prefer the memory of one node."""
     nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
     if len(nodes) == 1:
-        return "ok", "one NUMA node", "memory access is uniform"
+        return Verdict("ok", "one NUMA node", meaning="memory access is uniform")
     observed = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     if has_memory_policy():
         observed += ", a memory policy is set (numactl?)"
-        return "ok", observed, "aliquot keeps the policy and does not choose a node for a rank's memory"
+        return Verdict(
+            "ok", observed, meaning="aliquot keeps the policy and does not choose a node for a rank's memory"
+        )
     if not set_preferred_node(nodes[0]):
-        meaning = "the kernel refuses a memory policy: a rank's memory may lie on another node"
-        return "warning", observed, meaning, "allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="the kernel refuses a memory policy: a rank's memory may lie on another node",
+            fix="allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)",
+        )
     set_preferred_node(None)
-    meaning = "ranks stay on one node, which has a copy of the weights; launch.ranks: auto starts at least one per node"
-    return "ok", observed, meaning
+    return Verdict(
+        "ok",
+        observed,
+        meaning="ranks stay on one node, which has a copy of the weights; launch.ranks: auto starts at least one per"
+        " node",
+    )
 
 
 @check("threads", "threads")
@@ -128,16 +164,20 @@ def check_threads(subject: Subject) -> Verdict:
     try:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
-        return "problem", str(error), "no run starts", "correct or unset it"
+        return Verdict("problem", str(error), meaning="no run starts", fix="correct or unset it")
     observed = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
     used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
     if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
         effect = f"a rank computes on {threads} of {cpu.usable_cores} cores, however many ranks run"
-        return "warning", observed, f"{source}={threads}: {effect}", fix
+        return Verdict("warning", observed, meaning=f"{source}={threads}: {effect}", fix=fix)
     if used > cpu.usable_cores:
-        meaning = "threads take turns on a core, and every operation waits for the slowest thread"
-        return "warning", observed, meaning, fix
-    return "ok", observed, "`launch.ranks: auto` starts these ranks, if there is work for all"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="threads take turns on a core, and every operation waits for the slowest thread",
+            fix=fix,
+        )
+    return Verdict("ok", observed, meaning="`launch.ranks: auto` starts these ranks, if there is work for all")
 
 
 @check("pinning", "pinning")
@@ -148,17 +188,22 @@ def check_pinning(subject: Subject) -> Verdict:
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:
-        fix = "allow sched_setaffinity in the sandbox"
-        return "warning", f"refused: {error.strerror}", "the kernel moves ranks between cores", fix
+        return Verdict(
+            "warning",
+            f"refused: {error.strerror}",
+            meaning="the kernel moves ranks between cores",
+            fix="allow sched_setaffinity in the sandbox",
+        )
     sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
     if ranks == 1:
-        return "ok", "one rank: no pinning needed", "it may use every core"
+        return Verdict("ok", "one rank: no pinning needed", meaning="it may use every core")
     if not sets[0]:
-        fix = "a whole number of CPUs, request = limit, and the kubelet's static CPU manager"
-        return (
+        return Verdict(
             "warning",
             "not possible under a CPU quota",
-            "ranks may meet on a core: a few percent, and uneven steps",
-            fix,
+            meaning="ranks may meet on a core: a few percent, and uneven steps",
+            fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager",
         )
-    return "ok", f"cores {' | '.join(map(format_cpu_list, sets))}", "every rank has cores and caches of its own"
+    return Verdict(
+        "ok", f"cores {' | '.join(map(format_cpu_list, sets))}", meaning="every rank has cores and caches of its own"
+    )

@@ -7,13 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Literal, ParamSpec
+from typing import Literal, NamedTuple, ParamSpec
 
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
 Level = Literal["ok", "warning", "problem"]
-Verdict = tuple[Level, str, str] | tuple[Level, str, str, str]  # level, found, meaning and fix of a Finding
 P = ParamSpec("P")
+
+
+class Verdict(NamedTuple):
+    """The result of one check without its name."""
+
+    level: Level
+    found: str  # the observed state
+    meaning: str  # the consequence for training
+    fix: str = ""  # empty if no fix is needed
 
 
 @dataclass(frozen=True)

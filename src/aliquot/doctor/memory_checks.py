@@ -25,11 +25,15 @@ def check_memory(subject: Subject) -> Verdict:
     observed = f"{gib(limit)} by {source}, {gib(left)} of it free"
     fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
-        meaning = "too little for one rank: Python, torch and a small model take about 2 GiB"
-        return "problem", observed, meaning, fix
+        return Verdict(
+            "problem",
+            observed,
+            meaning="too little for one rank: Python, torch and a small model take about 2 GiB",
+            fix=fix,
+        )
     if left < _GOOD_BYTES:
-        return "warning", observed, "enough for small models with few ranks only", fix
-    return "ok", observed, "16 bytes per parameter over all ranks, and activations, must fit"
+        return Verdict("warning", observed, meaning="enough for small models with few ranks only", fix=fix)
+    return Verdict("ok", observed, meaning="16 bytes per parameter over all ranks, and activations, must fit")
 
 
 def _available(subject: Subject, ram_bytes: int) -> int:
@@ -49,13 +53,16 @@ def _available(subject: Subject, ram_bytes: int) -> int:
 @check("huge-pages", "transparent huge pages")
 def check_huge_pages(subject: Subject) -> Verdict:
     """Check transparent huge pages, which save page faults for new tensors."""
-    text = read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled")
-    setting = re.search(r"\[(\w+)\]", text or "")
+    setting = re.search(r"\[(\w+)\]", read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     observed = setting[1] if setting else "not reported by this kernel"
     if observed == "never":
-        meaning = "pages of large tensors are faulted in 4 KiB at a time: the first steps are slower"
-        return "warning", observed, meaning, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node"
-    return "ok", observed, "the setting changes a step by a few percent at most"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="pages of large tensors are faulted in 4 KiB at a time: the first steps are slower",
+            fix="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node",
+        )
+    return Verdict("ok", observed, meaning="the setting changes a step by a few percent at most")
 
 
 @check("allocator", "allocator")
@@ -65,13 +72,19 @@ def check_allocator(subject: Subject) -> Verdict:
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
     if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
-        return "warning", f"{ALLOCATOR_VARIABLE}=none: left alone", meaning, f"unset {ALLOCATOR_VARIABLE}"
+        return Verdict(
+            "warning", f"{ALLOCATOR_VARIABLE}=none: left alone", meaning=meaning, fix=f"unset {ALLOCATOR_VARIABLE}"
+        )
     environ = {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}
     preloaded = allocator_environment(environ, subject.root).get("LD_PRELOAD", "")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
-        fix = "apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs"
-        return "warning", "neither tcmalloc nor jemalloc is installed", meaning, fix
-    return "ok", f"ranks start with {preloaded}", "the allocator keeps freed memory for the next step"
+        return Verdict(
+            "warning",
+            "neither tcmalloc nor jemalloc is installed",
+            meaning=meaning,
+            fix="apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs",
+        )
+    return Verdict("ok", f"ranks start with {preloaded}", meaning="the allocator keeps freed memory for the next step")
 
 
 @check("shm", "/dev/shm")
@@ -81,13 +94,13 @@ def check_shm(subject: Subject) -> Verdict:
     needs = "aliquot's own ranks use anonymous shared memory and need none; DeepSpeed's and NCCL's do"
     fix = "mount an emptyDir with medium: Memory at /dev/shm (it counts against the memory limit); docker: --shm-size"
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return "warning", "missing or not writable", needs, fix
+        return Verdict("warning", "missing or not writable", meaning=needs, fix=fix)
     stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     observed = f"{gib(total)}, {gib(free)} free"
     if free < _SHM_BYTES:
-        return "warning", observed, needs, fix
-    return "ok", observed, "enough for DeepSpeed and NCCL; aliquot's own ranks need none"
+        return Verdict("warning", observed, meaning=needs, fix=fix)
+    return Verdict("ok", observed, meaning="enough for DeepSpeed and NCCL; aliquot's own ranks need none")
 
 
 @check("open-files", "open files")
@@ -96,14 +109,21 @@ def check_open_files(subject: Subject) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     observed, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
     if soft < 256:
-        meaning = (
-            "a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or saves"
+        return Verdict(
+            "problem",
+            observed,
+            meaning="a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or"
+            " saves",
+            fix=fix,
         )
-        return "problem", observed, meaning, fix
     if soft < 1024:
-        meaning = "enough for one machine; more nodes and more checkpoint shards need more"
-        return "warning", observed, meaning, fix
-    return "ok", observed, "enough for sockets and checkpoint files"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="enough for one machine; more nodes and more checkpoint shards need more",
+            fix=fix,
+        )
+    return Verdict("ok", observed, meaning="enough for sockets and checkpoint files")
 
 
 @check("locked-memory", "locked memory")
@@ -112,6 +132,10 @@ def check_locked_memory(subject: Subject) -> Verdict:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     observed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
     if too_little_lockable(subject.root) is not None:
-        fix = "ulimit -l unlimited; LimitMEMLOCK=infinity for the container runtime"
-        return "problem", observed, "EFA and InfiniBand register memory and fail without", fix
-    return "ok", observed, "enough for RDMA, or no RDMA card"
+        return Verdict(
+            "problem",
+            observed,
+            meaning="EFA and InfiniBand register memory and fail without",
+            fix="ulimit -l unlimited; LimitMEMLOCK=infinity for the container runtime",
+        )
+    return Verdict("ok", observed, meaning="enough for RDMA, or no RDMA card")

@@ -28,16 +28,29 @@ def check_interface(subject: Subject) -> Verdict:
     outside = [name for name in up if not address_of(name).startswith("127.")]
     chosen = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen and chosen not in up:
-        meaning = f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: ranks cannot connect"
-        return "problem", observed, meaning, "unset or correct it"
+        return Verdict(
+            "problem",
+            observed,
+            meaning=f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: ranks cannot connect",
+            fix="unset or correct it",
+        )
     if chosen == "lo" and outside:
-        meaning = "GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one"
-        return "warning", observed, meaning, "for several nodes, unset it"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one",
+            fix="for several nodes, unset it",
+        )
     if not outside:
-        return "warning", observed, "this machine cannot reach another", "for several nodes, bring an interface up"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="this machine cannot reach another",
+            fix="for several nodes, bring an interface up",
+        )
     if chosen:
-        return "ok", observed, f"GLOO_SOCKET_IFNAME says {chosen}"
-    return "ok", observed, "with several nodes the one that leads to node 0 is taken"
+        return Verdict("ok", observed, meaning=f"GLOO_SOCKET_IFNAME says {chosen}")
+    return Verdict("ok", observed, meaning="with several nodes the one that leads to node 0 is taken")
 
 
 @check("names", "own name")
@@ -47,16 +60,29 @@ def check_names(subject: Subject) -> Verdict:
     try:
         address = socket.gethostbyname(name)
     except (OSError, UnicodeError):  # UnicodeError: more than 63 characters without a dot
-        meaning = "aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may"
-        return "warning", f"{name} does not resolve", meaning, fix
+        return Verdict(
+            "warning",
+            f"{name} does not resolve",
+            meaning="aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may",
+            fix=fix,
+        )
     observed = f"{name} is {address}"
     if address.startswith("127."):
-        meaning = "aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach it"
-        return "warning", observed, meaning, fix
+        return Verdict(
+            "warning",
+            observed,
+            meaning="aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach"
+            " it",
+            fix=fix,
+        )
     if interface_towards(address) is None:
-        meaning = "the name leads to another machine: gloo elsewhere would not find its own address"
-        return "warning", observed, meaning, fix
-    return "ok", observed, "other programs find this machine by its name"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="the name leads to another machine: gloo elsewhere would not find its own address",
+            fix=fix,
+        )
+    return Verdict("ok", observed, meaning="other programs find this machine by its name")
 
 
 @check("port", "port")
@@ -67,17 +93,20 @@ def check_port(subject: Subject) -> Verdict:
         try:
             probe.bind(("", subject.port))
         except OSError as error:
-            meaning = "this machine cannot be node 0 of several; runs on one machine choose a free port"
-            fix = "set launch.master_port (MASTER_PORT) to a free one on all nodes, or end the process that uses it"
-            return "warning", f"{subject.port}: {error.strerror}", meaning, fix
-    return "ok", f"{subject.port} is free", "nodes can meet here"
+            return Verdict(
+                "warning",
+                f"{subject.port}: {error.strerror}",
+                meaning="this machine cannot be node 0 of several; runs on one machine choose a free port",
+                fix="set launch.master_port (MASTER_PORT) to a free one on all nodes, or end the process that uses it",
+            )
+    return Verdict("ok", f"{subject.port} is free", meaning="nodes can meet here")
 
 
 @check("peers", "other nodes")
 def check_peers(subject: Subject) -> Verdict:
     """Check that the other nodes answer. A refused connection is an answer, because no rank listens there yet."""
     if not subject.peers:
-        return "ok", "none given", "--peers HOST,HOST tests connections to other nodes"
+        return Verdict("ok", "none given", meaning="--peers HOST,HOST tests connections to other nodes")
     bad, good = [], []
     for host, port in parse_peers(subject):
         try:
@@ -90,9 +119,13 @@ def check_peers(subject: Subject) -> Verdict:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
     observed = "; ".join([*bad, *(f"reached {name}" for name in good)])
     if bad:
-        fix = "DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route"
-        return "problem", observed, "nodes that do not reach each other cannot train", fix
-    return "ok", observed, "every other node is reachable"
+        return Verdict(
+            "problem",
+            observed,
+            meaning="nodes that do not reach each other cannot train",
+            fix="DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route",
+        )
+    return Verdict("ok", observed, meaning="every other node is reachable")
 
 
 def parse_peers(subject: Subject) -> list[tuple[str, int]]:
@@ -118,12 +151,16 @@ def check_efa(subject: Subject) -> Verdict:
         if read_text(device / "vendor") == _AMAZON and (read_text(device / "device") or "").startswith(_EFA)
     ]
     if not devices:
-        return "ok", "no EFA device", "ranks of several nodes talk through TCP"
+        return Verdict("ok", "no EFA device", meaning="ranks of several nodes talk through TCP")
     observed = f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})"
     if not any((subject.root / "dev/infiniband").glob("uverbs*")):
-        meaning = "the container has no access to them: NCCL falls back to TCP"
-        return "warning", observed, meaning, "request vpc.amazonaws.com/efa in the pod"
-    return "ok", observed, "NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="the container has no access to them: NCCL falls back to TCP",
+            fix="request vpc.amazonaws.com/efa in the pod",
+        )
+    return Verdict("ok", observed, meaning="NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP")
 
 
 @check("nccl", "GPUs and NCCL")
@@ -134,10 +171,13 @@ def check_nccl(subject: Subject) -> Verdict:
     devices = sorted((subject.root / "dev").glob("nvidia[0-9]*"))
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not devices and not seen:
-        return "ok", "no GPU", "training is on the CPU"
+        return Verdict("ok", "no GPU", meaning="training is on the CPU")
     if seen < len(devices):
-        observed = f"{count_of(len(devices), 'GPU')}, torch {torch.__version__} sees {seen}"
-        fix = "a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES"
-        return "problem", observed, "GPUs stay unused", fix
+        return Verdict(
+            "problem",
+            f"{count_of(len(devices), 'GPU')}, torch {torch.__version__} sees {seen}",
+            meaning="GPUs stay unused",
+            fix="a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES",
+        )
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return "ok", f"{count_of(seen, 'GPU')}, NCCL {version}", "one rank per GPU, connected by NCCL"
+    return Verdict("ok", f"{count_of(seen, 'GPU')}, NCCL {version}", meaning="one rank per GPU, connected by NCCL")

@@ -70,8 +70,7 @@ class Proof:
 
 def prove_nodes(config: RunConfig, expected: Expected) -> Proof:
     """Join the ranks of the run, and measure. Collective: every rank returns the same proof. Raises UserError."""
-    device = choose_device(config.launch.device)
-    topology, _ = place_rank(config.launch, os.environ, read_cpu(), device)
+    topology, _ = place_rank(config.launch, os.environ, read_cpu(), choose_device(config.launch.device))
     ranks = Ranks.join(topology, _TIMEOUT_S, config.launch.join_timeout_s)
     with ranks.closing():
         return measure(ranks, config.run.directory, expected)

@@ -35,11 +35,11 @@ def check_compiler(subject: Subject) -> Verdict:
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
     if name is None:
-        return "warning", "none", meaning, fix
+        return Verdict("warning", "none", meaning=meaning, fix=fix)
     failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
     if failure:
-        return "warning", f"{name} fails: {failure}", meaning, fix
-    return "ok", name, "train.compile: layers can fuse the operations between matrix products"
+        return Verdict("warning", f"{name} fails: {failure}", meaning=meaning, fix=fix)
+    return Verdict("ok", name, meaning="train.compile: layers can fuse the operations between matrix products")
 
 
 @check("python-headers", "Python headers")
@@ -47,15 +47,22 @@ def check_python_headers(subject: Subject) -> Verdict:
     """Check for Python.h, which Inductor and DeepSpeed compile against."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
-        meaning = "train.compile: layers and DeepSpeed's operators cannot be built"
-        fix = "apt-get install python3-dev, or dnf install python3-devel"
-        return "warning", f"no Python.h in {include}", meaning, fix
+        return Verdict(
+            "warning",
+            f"no Python.h in {include}",
+            meaning="train.compile: layers and DeepSpeed's operators cannot be built",
+            fix="apt-get install python3-dev, or dnf install python3-devel",
+        )
     name = cpp_compiler(subject.environ)
     failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
     if failure:
-        fix = "install the headers of exactly this Python version"
-        return "warning", f"Python.h: {failure}", "Inductor cannot build its wrappers", fix
-    return "ok", include, "Inductor can build its wrappers"
+        return Verdict(
+            "warning",
+            f"Python.h: {failure}",
+            meaning="Inductor cannot build its wrappers",
+            fix="install the headers of exactly this Python version",
+        )
+    return Verdict("ok", include, meaning="Inductor can build its wrappers")
 
 
 @check("versions", "versions")
@@ -67,11 +74,11 @@ def check_versions(subject: Subject) -> Verdict:
     for package, fixed, level, meaning, version_to_install in _TRAPS:
         numbers = re.findall(r"\d+", versions.get(package, "").partition("+")[0])[:2]
         if numbers and tuple(map(int, numbers)) < fixed:
-            return level, observed, meaning, f"install {version_to_install}"
+            return Verdict(level, observed, meaning=meaning, fix=f"install {version_to_install}")
     for package, meaning in _GONE.items():
         if package in versions:
-            return "warning", observed, meaning, f"pip uninstall {package}"
-    return "ok", observed, "no known trap"
+            return Verdict("warning", observed, meaning=meaning, fix=f"pip uninstall {package}")
+    return Verdict("ok", observed, meaning="no known trap")
 
 
 @check("deepspeed", "DeepSpeed")
@@ -79,7 +86,7 @@ def check_deepspeed(subject: Subject) -> Verdict:
     """Check in another process that transformers and DeepSpeed, if installed, can be imported together."""
     versions = installed("transformers", "deepspeed")
     if "deepspeed" not in versions:
-        return "ok", "not installed", "only shard.engine: deepspeed needs it"
+        return Verdict("ok", "not installed", meaning="only shard.engine: deepspeed needs it")
     observed = ", ".join(f"{name} {number}" for name, number in versions.items())
     program = (
         "import deepspeed\n"
@@ -91,10 +98,15 @@ def check_deepspeed(subject: Subject) -> Verdict:
     try:
         subprocess.run(python_command("-c", program), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
-        return "warning", f"{observed}: {(error.stderr.strip().splitlines() or ['no message'])[-1]}", meaning, fix
+        return Verdict(
+            "warning",
+            f"{observed}: {(error.stderr.strip().splitlines() or ['no message'])[-1]}",
+            meaning=meaning,
+            fix=fix,
+        )
     except subprocess.TimeoutExpired:
-        return "warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning, fix
-    return "ok", observed, "ZeRO-3 with transformers' own loading can be imported"
+        return Verdict("warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning=meaning, fix=fix)
+    return Verdict("ok", observed, meaning="ZeRO-3 with transformers' own loading can be imported")
 
 
 def installed(*packages: str) -> dict[str, str]:

@@ -36,7 +36,7 @@ def check_storage(subject: Subject) -> Verdict:
             f"{directory} ({mount.kind}): {error.strerror}",
             "choose another run.directory, or mount it writable",
         )
-        return "problem", observed, "no run can be written here", fix
+        return Verdict("problem", observed, meaning="no run can be written here", fix=fix)
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     observed = (
         f"{directory} ({mount.kind}): {free / 2**30:.1f} GiB free, {_WRITE_BYTES >> 20} MiB durable in"
@@ -46,17 +46,24 @@ def check_storage(subject: Subject) -> Verdict:
         "a checkpoint takes 12 bytes a parameter, and checkpoint.keep of them are kept, and one that is being written"
     )
     if free < _LEAST_BYTES:
-        return "problem", observed, demand, "free space, or choose another run.directory"
+        return Verdict("problem", observed, meaning=demand, fix="free space, or choose another run.directory")
     if free < _GOOD_BYTES:
-        return "warning", observed, demand, "more space for models above some 500 M"
+        return Verdict("warning", observed, meaning=demand, fix="more space for models above some 500 M")
     if fsync_s > _SLOW_FSYNC_S:
-        fix = "a faster volume; checkpoint.async hides part of it"
-        return "warning", observed, "checkpoints take long to become durable", fix
+        return Verdict(
+            "warning",
+            observed,
+            meaning="checkpoints take long to become durable",
+            fix="a faster volume; checkpoint.async hides part of it",
+        )
     if lacks := lacks or ("locks of this machine alone" if mount.locks_are_local else ""):
-        meaning = "a file that aliquot touches regularly locks the run directory, which a second run notices later"
-        fix = "mount with locks (Lustre: -o flock; NFS without nolock or local_lock)"
-        return "warning", f"{observed}, {lacks}", meaning, fix
-    return "ok", observed, "checkpoints are synced to disk, then renamed"
+        return Verdict(
+            "warning",
+            f"{observed}, {lacks}",
+            meaning="a file that aliquot touches regularly locks the run directory, which a second run notices later",
+            fix="mount with locks (Lustre: -o flock; NFS without nolock or local_lock)",
+        )
+    return Verdict("ok", observed, meaning="checkpoints are synced to disk, then renamed")
 
 
 @check("storage-clock", "clock of the run directory")
@@ -71,12 +78,17 @@ def check_storage_clock(subject: Subject) -> Verdict:
             flush_to_disk(file)
             skew = os.fstat(file.fileno()).st_mtime - before
     except OSError as error:
-        return "warning", str(error.strerror), "it cannot be written", "see `storage`"
+        return Verdict("warning", str(error.strerror), meaning="it cannot be written", fix="see `storage`")
     observed = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
     if abs(skew) > _SKEW_S:
-        meaning = "times of logs and checkpoints cannot be compared between nodes; caches may seem older than they are"
-        return "warning", observed, meaning, "run chrony or ntpd on this machine and on the file server"
-    return "ok", observed, "times of files agree with those of logs"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="times of logs and checkpoints cannot be compared between nodes; caches may seem older than they"
+            " are",
+            fix="run chrony or ntpd on this machine and on the file server",
+        )
+    return Verdict("ok", observed, meaning="times of files agree with those of logs")
 
 
 def _write(file: Path) -> float:

@@ -77,21 +77,32 @@ def _start(rank: int, group: NodeGroup, subject: Subject) -> subprocess.Popen[st
 def judge_self_test(report: dict[str, Any]) -> Verdict:
     """Judge whether the collectives of two ranks gave correct results."""
     if "failure" in report:
-        fix = "see `interface`, `memory` and `versions`; a sandbox may forbid sockets or memfd_create"
-        return "problem", report["failure"], "ranks cannot be connected here", fix
+        return Verdict(
+            "problem",
+            report["failure"],
+            meaning="ranks cannot be connected here",
+            fix="see `interface`, `memory` and `versions`; a sandbox may forbid sockets or memfd_create",
+        )
     wrong = sorted({name for names in report["wrong"] for name in names})
     if wrong:
-        fix = "see `versions`; report it with `aliquot doctor --json`"
-        return "problem", f"wrong: {', '.join(wrong)}", "training would continue with wrong gradients", fix
-    observed = "sums, gathers and averages are right, by gloo, FSDP2 and shared memory"
-    return "ok", observed, "ranks of this machine can train together"
+        return Verdict(
+            "problem",
+            f"wrong: {', '.join(wrong)}",
+            meaning="training would continue with wrong gradients",
+            fix="see `versions`; report it with `aliquot doctor --json`",
+        )
+    return Verdict(
+        "ok",
+        "sums, gathers and averages are right, by gloo, FSDP2 and shared memory",
+        meaning="ranks of this machine can train together",
+    )
 
 
 @check("matmul", "matmul rate")
 def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
     """Compare the measured FLOP/s of two simultaneous ranks with the peak that clock and instructions allow."""
     if "failure" in report:
-        return "warning", "not measured", "see `self-test`", "see `self-test`"
+        return Verdict("warning", "not measured", meaning="see `self-test`", fix="see `self-test`")
     bf16, fp32 = (min(report["rates"][precision]) for precision in ("bf16", "fp32"))
     observed = (
         f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {report['threads']} threads at once"
@@ -100,17 +111,25 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
     name = faster_precision(subject.cpu.isa)
     rate = bf16 if name == "bf16" else fp32
     if clock is None or not subject.cpu.isa:
-        return "ok", observed, "the ceiling of MFU; the peak by instructions is not known for this CPU"
+        return Verdict("ok", observed, meaning="the ceiling of MFU; the peak by instructions is not known for this CPU")
     per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][name == "fp32"]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
     observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
     if rate < _MIN_EFFICIENCY * peak:
-        meaning = "the ceiling of every step: cores are shared with other work, throttled, or run slower kernels"
-        fix = "see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance"
-        return "warning", observed, meaning, fix
+        return Verdict(
+            "warning",
+            observed,
+            meaning="the ceiling of every step: cores are shared with other work, throttled, or run slower kernels",
+            fix="see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance",
+        )
     if name == "bf16" and bf16 < fp32:
-        return "warning", observed, "bf16 is slower than fp32 here", "see `kernels`; or set train.precision=fp32"
-    return "ok", observed, "the ceiling of MFU"
+        return Verdict(
+            "warning",
+            observed,
+            meaning="bf16 is slower than fp32 here",
+            fix="see `kernels`; or set train.precision=fp32",
+        )
+    return Verdict("ok", observed, meaning="the ceiling of MFU")
 
 
 def main() -> None:
