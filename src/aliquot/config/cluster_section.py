@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes
+from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes, refuse
 
 _MIB = 1 << 20
 # Mount paths that pods use already.
@@ -88,13 +88,17 @@ class StorageSection(Section):
     @model_validator(mode="after")
     def check_mount_path(self) -> Self:
         path = PurePosixPath(self.mount_path)
-        if ".." in path.parts:
-            raise ValueError(f"storage.mount_path is {self.mount_path}: give it without `..`")
-        for reserved in _POD_PATHS:
-            if PurePosixPath(reserved).is_relative_to(path):
-                raise ValueError(
-                    f"storage.mount_path is {self.mount_path}, but pods use {reserved} already: choose for example /fsx"
+        refuse(
+            (".." in path.parts, f"storage.mount_path is {self.mount_path}: give it without `..`"),
+            *(
+                (
+                    PurePosixPath(reserved).is_relative_to(path),
+                    f"storage.mount_path is {self.mount_path}, but pods use {reserved} already: choose for example"
+                    " /fsx",
                 )
+                for reserved in _POD_PATHS
+            ),
+        )
         return self
 
     @model_validator(mode="after")
@@ -105,18 +109,19 @@ class StorageSection(Section):
             "fsx-dynamic": ("subnet_id", "security_group_ids"),
         }[self.kind]
         missing = [name for name in needed if not getattr(self, name)]
-        if missing:
-            raise ValueError(f"storage of kind {self.kind} needs {', '.join(missing)}")
-        if self.s3_import_path is not None and (self.kind, self.deployment_type) != ("fsx-dynamic", "SCRATCH_2"):
-            raise ValueError(
-                "storage.s3_import_path is for fsx-dynamic with SCRATCH_2; PERSISTENT_2 has repository associations"
-            )
-        if self.s3_export_path is not None:
-            buckets = {path.split("/")[2] for path in (self.s3_import_path, self.s3_export_path) if path is not None}
-            if self.s3_import_path is None or len(buckets) > 1:
-                raise ValueError("storage.s3_export_path needs storage.s3_import_path in the same bucket")
-        if self.kind == "fsx-dynamic" and self.size_gib != 1200 and self.size_gib % 2400:
-            raise ValueError(f"storage.size_gib is {self.size_gib}; FSx for Lustre has 1200, or multiples of 2400")
+        source, target = (path and path.split("/")[2] for path in (self.s3_import_path, self.s3_export_path))  # buckets
+        refuse(
+            (missing, f"storage of kind {self.kind} needs {', '.join(missing)}"),
+            (
+                source is not None and (self.kind, self.deployment_type) != ("fsx-dynamic", "SCRATCH_2"),
+                "storage.s3_import_path is for fsx-dynamic with SCRATCH_2; PERSISTENT_2 has repository associations",
+            ),
+            (target not in (None, source), "storage.s3_export_path needs storage.s3_import_path in the same bucket"),
+            (
+                self.kind == "fsx-dynamic" and self.size_gib != 1200 and self.size_gib % 2400,
+                f"storage.size_gib is {self.size_gib}; FSx for Lustre has 1200, or multiples of 2400",
+            ),
+        )
         return self
 
 
@@ -192,12 +197,18 @@ class ClusterSection(SectionWithNodes):
 
     @model_validator(mode="after")
     def check_combinations(self) -> Self:
-        if ("reserved" in self.capacity) != (self.capacity_reservation is not None):
-            raise ValueError("cluster.capacity: [reserved] and cluster.capacity_reservation belong together")
-        if self.gang_scheduling is not None and self.is_elastic:
-            raise ValueError(f"cluster.gang_scheduling starts all nodes or none, and cluster.nodes is {self.nodes}")
-        if self.name is not None and len(self.name) > (limit := max_job_name_length(self.most_nodes)):
-            raise ValueError(f"cluster.name has {len(self.name)} letters; with {self.nodes} nodes at most {limit}")
+        letters, limit = len(self.name or ""), max_job_name_length(self.most_nodes)
+        refuse(
+            (
+                ("reserved" in self.capacity) != (self.capacity_reservation is not None),
+                "cluster.capacity: [reserved] and cluster.capacity_reservation belong together",
+            ),
+            (
+                self.gang_scheduling is not None and self.is_elastic,
+                f"cluster.gang_scheduling starts all nodes or none, and cluster.nodes is {self.nodes}",
+            ),
+            (letters > limit, f"cluster.name has {letters} letters; with {self.nodes} nodes at most {limit}"),
+        )
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import PATH, KeyUse, Section, refuse_unused
+from aliquot.config.section import PATH, KeyUse, Section, refuse, refuse_unused
 
 # The chat templates in data/templates, and the special tokens that a tokenizer needs for them.
 CHAT_TEMPLATES: dict[str, tuple[str, ...]] = {
@@ -184,19 +184,23 @@ class DataSection(RecordsSection):
 
     @model_validator(mode="after")
     def check_sources(self) -> Self:
-        if sum(source is not None for source in (self.path, self.dataset, self.sources)) != 1:
-            raise ValueError(
-                "give exactly one of data.path (local files), data.dataset (datasets.load_dataset) and data.sources"
-            )
-        if self.sources == []:
-            raise ValueError("data.sources is empty")
-        if len({source.weight is None for source in self.sources or []}) > 1:
-            raise ValueError("data.sources: give all of them a weight, or none")
-        for key, sources in (("sources", self.sources or []), ("eval_sources", self.eval_sources)):
-            names = [source.name for source in sources]
-            duplicate = next((name for name in names if names.count(name) > 1), None)
-            if duplicate is not None:
-                raise ValueError(f"data.{key}: two sources are called {duplicate}: rename one")
+        names = [("sources", source.name) for source in self.sources or []]
+        names += [("eval_sources", source.name) for source in self.eval_sources]
+        refuse(
+            (
+                sum(source is not None for source in (self.path, self.dataset, self.sources)) != 1,
+                "give exactly one of data.path (local files), data.dataset (datasets.load_dataset) and data.sources",
+            ),
+            (self.sources == [], "data.sources is empty"),
+            (
+                len({source.weight is None for source in self.sources or []}) > 1,
+                "data.sources: give all of them a weight, or none",
+            ),
+            *(
+                (names.count((key, name)) > 1, f"data.{key}: two sources are called {name}: rename one")
+                for key, name in names
+            ),
+        )
         return self
 
     def check_use(self, objective: Objective) -> None:

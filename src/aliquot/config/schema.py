@@ -6,6 +6,7 @@ checks its keys; `RunConfig` has the checks that compare sections.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -16,7 +17,7 @@ from aliquot.config.adapter_section import AdapterSection
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.data_section import DataSection as DataSection
 from aliquot.config.deepspeed_json import fill_from_deepspeed
-from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes
+from aliquot.config.section import PATH, NodeCount, Section, SectionWithNodes, refuse
 from aliquot.config.train_section import TrainSection as TrainSection
 from aliquot.core.errors import UserError
 
@@ -44,11 +45,14 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
-        if "" in (*self.add_tokens, *self.add_special_tokens):
-            raise ValueError("a token of model.add_tokens or model.add_special_tokens is empty")
-        if (self.path is None) == (self.config is None):
-            both = ": set the other to null" if self.path is not None else ""
-            raise ValueError(f"give exactly one of model.path (fine-tune) and model.config (from scratch){both}")
+        added, both = (*self.add_tokens, *self.add_special_tokens), ": set the other to null" if self.path else ""
+        refuse(
+            ("" in added, "a token of model.add_tokens or model.add_special_tokens is empty"),
+            (
+                (self.path is None) == (self.config is None),
+                f"give exactly one of model.path (fine-tune) and model.config (from scratch){both}",
+            ),
+        )
         return self
 
 
@@ -220,37 +224,49 @@ class RunConfig(Section):
         if "directory" not in self.run.model_fields_set:
             self.run.directory = Path("runs") / self.run.name
             self.run.model_fields_set.add("directory")
-        if self.launch.node_rank >= self.launch.most_nodes:
-            raise ValueError(f"launch.node_rank {self.launch.node_rank} is not below launch.nodes {self.launch.nodes}")
-        self._check_objective()
-        if self.data.streaming and self.train.max_steps is None:
-            raise ValueError("data.streaming needs train.max_steps, because the length of the data is not known")
-        self._check_evaluations()
-        checkpoint = self.checkpoint
-        # A short run with `every: auto` saves only at its end.
-        if checkpoint.every in (0, "auto") and not (checkpoint.last or checkpoint.best or checkpoint.export):
-            raise ValueError(
+        launch, train, checkpoint, objective = self.launch, self.train, self.checkpoint, self.train.objective
+        self.data.check_use(objective)
+        has_adapter, new_tokens = self.adapter is not None, self.model.add_tokens or self.model.add_special_tokens
+        saves = checkpoint.every not in (0, "auto") or checkpoint.last or checkpoint.best or checkpoint.export
+        refuse(
+            (
+                launch.node_rank >= launch.most_nodes,
+                f"launch.node_rank {launch.node_rank} is not below launch.nodes {launch.nodes}",
+            ),
+            (
+                objective in ("dpo", "kto") and self.model.path is None,
+                f"train.objective: {objective} compares the model with the one before training: give model.path",
+            ),
+            (
+                self.data.streaming and train.max_steps is None,
+                "data.streaming needs train.max_steps, because the length of the data is not known",
+            ),
+            *self._evaluation_problems(),
+            # A short run with `every: auto` saves only at its end.
+            (
+                not saves,
                 "the run would save nothing: checkpoint.last and checkpoint.export are both false. Set one of them to"
-                " true"
-            )
-        train = self.train
-        if self.adapter is not None and (self.model.add_tokens or self.model.add_special_tokens):
-            raise ValueError(
-                "an adapter trains no embeddings, but new tokens need that: leave out adapter, or model.add_tokens"
-            )
-        if self.adapter is not None and train.freeze:
-            raise ValueError("with an adapter the whole model is frozen: leave train.freeze out")
+                " true",
+            ),
+            (
+                has_adapter and new_tokens,
+                "an adapter trains no embeddings, but new tokens need that: leave out adapter, or model.add_tokens",
+            ),
+            (has_adapter and train.freeze, "with an adapter the whole model is frozen: leave train.freeze out"),
+        )
         if train.global_batch_tokens is not None:
             train.global_batch_size = self._sequences(train.global_batch_tokens)
             train.model_fields_set.add("global_batch_size")
-        self._check_node_counts()
         all_three = {"global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"}
         fixed = train.per_device_train_batch_size != "auto" and all_three <= train.model_fields_set
-        if fixed and train.global_batch_size and train.gradient_accumulation_steps:
-            raise ValueError(
+        refuse(
+            *self._node_count_problems(),
+            (
+                fixed and train.global_batch_size and train.gradient_accumulation_steps,
                 "train.global_batch_size, train.per_device_train_batch_size and train.gradient_accumulation_steps"
-                " are all set: two of them fix the third, leave one out"
-            )
+                " are all set: two of them fix the third, leave one out",
+            ),
+        )
         return self
 
     def with_positions(self, positions: int | None) -> Self:
@@ -266,58 +282,53 @@ class RunConfig(Section):
             train = train.model_copy(update={"global_batch_size": train.global_batch_tokens // longest})
         return self.model_copy(update={"data": data, "train": train})
 
-    def _check_objective(self) -> None:
-        """Check the data and the model that the objective needs."""
-        objective = self.train.objective
-        self.data.check_use(objective)
-        if objective in ("dpo", "kto") and self.model.path is None:
-            raise ValueError(
-                f"train.objective: {objective} compares the model with the one before training: give model.path"
-            )
-
-    def _check_node_counts(self) -> None:
+    def _node_count_problems(self) -> Iterator[tuple[bool, str]]:
         """For elastic runs, require resuming, and a global batch that does not depend on the number of nodes."""
         for key, section in (("launch.nodes", self.launch), ("cluster.nodes", self.cluster)):
-            if section is None or not section.is_elastic:
-                continue
-            nodes = section.nodes
-            if self.train.global_batch_size is None:
-                raise ValueError(
-                    f"{key} {nodes}: the batch of a step would change with the number of nodes:"
-                    " give train.global_batch_size, or train.global_batch_tokens"
+            if section is not None and section.is_elastic:
+                yield (
+                    self.train.global_batch_size is None,
+                    f"{key} {section.nodes}: the batch of a step would change with the number of nodes:"
+                    " give train.global_batch_size, or train.global_batch_tokens",
                 )
-            if self.checkpoint.resume == "never":
-                raise ValueError(
-                    f"{key} {nodes}: an elastic run continues from its newest checkpoint when its nodes change:"
-                    " leave checkpoint.resume: never out"
+                yield (
+                    self.checkpoint.resume == "never",
+                    f"{key} {section.nodes}: an elastic run continues from its newest checkpoint when its nodes change:"
+                    " leave checkpoint.resume: never out",
                 )
 
-    def _check_evaluations(self) -> None:
+    def _evaluation_problems(self) -> Iterator[tuple[bool, str]]:
         """Require evaluation data for keys that evaluate, and several evaluations for keys that compare evaluations."""
         best, stops_early = self.checkpoint.best, self.train.early_stopping_patience is not None
         users = (("checkpoint.best", best), ("train.early_stopping_patience", stops_early),
                  ("train.eval_on_start", self.train.eval_on_start))  # fmt: skip
-        key = next((key for key, is_set in users if is_set), None)
-        if key is not None and not self.data.has_evaluation:
-            raise ValueError(
-                f"{key} needs evaluation data: set data.eval_path, eval_sources, eval_split or eval_fraction"
+        for key in [key for key, is_set in users if is_set][:1]:
+            yield (
+                not self.data.has_evaluation,
+                f"{key} needs evaluation data: set data.eval_path, eval_sources, eval_split or eval_fraction",
             )
-        if (stops_early or best) and not self.train.eval_steps:
-            raise ValueError(f"{key} compares evaluations, but only one is made, at the end: set train.eval_steps")
+            yield (
+                (stops_early or best) and not self.train.eval_steps,
+                f"{key} compares evaluations, but only one is made, at the end: set train.eval_steps",
+            )
 
     def _sequences(self, tokens: int) -> int:
         """Return the number of packed sequences in a global batch of `tokens`."""
         length, sequences = self.data.sequence_length, self.train.global_batch_size
-        if not self.data.packing:
-            raise ValueError(
+        refuse(
+            (
+                not self.data.packing,
                 "train.global_batch_tokens needs data.packing: only packed sequences are equally long;"
-                " give train.global_batch_size"
-            )
-        if tokens < length:
-            raise ValueError(
+                " give train.global_batch_size",
+            ),
+            (
+                tokens < length,
                 f"train.global_batch_tokens {tokens} is less than one sequence of data.sequence_length {length} tokens:"
-                f" give at least {length}"
-            )
-        if sequences is not None and sequences != tokens // length:
-            raise ValueError("give only one of train.global_batch_size and train.global_batch_tokens")
+                f" give at least {length}",
+            ),
+            (
+                sequences not in (None, tokens // length),
+                "give only one of train.global_batch_size and train.global_batch_tokens",
+            ),
+        )
         return tokens // length

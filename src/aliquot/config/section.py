@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from aliquot.core.errors import has_url_credentials
-from aliquot.core.small_files import with_home
 
 # Limits of fp32 and of 64 bits: code that computes with a larger value would fail in a way that names no key.
 _SMALLEST, _LARGEST, _LARGEST_INTEGER = 1e-37, 1e37, 2**63 - 1
@@ -30,18 +30,11 @@ def _check_path(value: Any) -> Any:
         raise PydanticCustomError(ABOUT_KEY, "is empty")
     if isinstance(value, list) and "" in value:
         raise PydanticCustomError(ABOUT_KEY, "has an empty path")
-    return [_expand(path) for path in value] if isinstance(value, list) else _expand(value)
-
-
-def _expand(value: Any) -> Any:
-    """Expand ~ and ~NAME at the beginning of a path.
-
-    An unknown ~NAME stays: the value may be a chat template, and otherwise a later error reports the missing path.
-    """
-    if not isinstance(value, str | Path) or not str(value).startswith("~"):
-        return value
-    path = with_home(value)
-    return value if str(path).startswith("~") else str(path)
+    if isinstance(value, list):
+        return [_check_path(path) for path in value]
+    # Unlike Path.expanduser, keep an unknown ~NAME: the value may be a chat template, and otherwise a later error
+    # reports the missing path.
+    return os.path.expanduser(value) if isinstance(value, str | Path) else value  # noqa: PTH111
 
 
 PATH = BeforeValidator(_check_path)  # for a key that names a file, a directory, a hub id, or several of them
@@ -102,15 +95,25 @@ class Section(BaseModel):
         return values
 
 
+def refuse(*problems: tuple[object, str]) -> None:
+    """Raise ValueError with the message of the first problem, a pair (whether the section has it, message)."""
+    for is_present, message in problems:
+        if is_present:
+            raise ValueError(message)
+
+
 KeyUse = tuple[Sequence[str], bool, str]  # keys, whether the run reads them, and otherwise why not and what to do
 
 
 def refuse_unused(section: Section, prefix: str, uses: Iterable[KeyUse]) -> None:
     """Raise ValueError for the first key that has another value than its default, although no code reads the key."""
-    for keys, is_read, why in uses:
-        for key in keys:
-            if not is_read and getattr(section, key) != type(section).model_fields[key].default:
-                raise ValueError(f"{prefix}{key} {why}")
+    refuse(
+        *(
+            (not is_read and getattr(section, key) != type(section).model_fields[key].default, f"{prefix}{key} {why}")
+            for keys, is_read, why in uses
+            for key in keys
+        )
+    )
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -35,10 +35,6 @@ class Constant(BaseModel):
         """Raise ValueError if a setting of the schedule contradicts `peak`, the highest learning rate."""
 
 
-class Linear(Constant):
-    pass
-
-
 class Cosine(Constant):
     num_cycles: PositiveFloat = 0.5
 
@@ -89,7 +85,7 @@ class WarmupStableDecay(Constant):
 
 
 SETTINGS: dict[Kind, type[Constant]] = {
-    "linear": Linear,
+    "linear": Constant,
     "cosine": Cosine,
     "cosine_with_restarts": CosineWithRestarts,
     "polynomial": Polynomial,

@@ -36,10 +36,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in the cache of the hub: snapshots/
 
 def with_home(path: str | Path) -> Path:
     """Replace ~ and ~NAME in `path`; return an unknown ~NAME unchanged, so that an error can name it as missing."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (the method of Path refuses an unknown name)
 
 
 def looks_local(model: str) -> bool:
