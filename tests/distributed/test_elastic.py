@@ -39,7 +39,7 @@ from aliquot.distributed.leader_lease import (
 )
 from aliquot.distributed.membership import ElasticRun, Leader, Round
 from aliquot.distributed.rank_errors import Ended, Verdict, judge
-from aliquot.observe.metrics import last_value
+from aliquot.observe.metrics import last_point
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import command, curve, refused, trained, wait_until, write_config
 from tests.tools import warm
@@ -439,7 +439,7 @@ def start(config: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    wait_until(lambda: (last_value(directory / "metrics.jsonl", "step") or 0) >= step)
+    wait_until(lambda: last_point(directory / "metrics.jsonl", "step")[0] >= step)
 
 
 def test_run_continues_without_its_leader(tmp_path: Path) -> None:
@@ -497,12 +497,12 @@ def test_stopped_node_leaves_without_lost_steps(tmp_path: Path) -> None:
         first = start(config)
         wait_until(lambda: newest_round(tmp_path / "run") is not None)
         second = start(config)
-        wait_for_step(tmp_path / "run", int(last_value(tmp_path / "run" / "metrics.jsonl", "step") or 0) + 3)
+        wait_for_step(tmp_path / "run", last_point(tmp_path / "run" / "metrics.jsonl", "step")[0] + 3)
         leaves, stays = (first, second) if leader_leaves else (second, first)
         os.killpg(leaves.pid, signal.SIGTERM)  # as `timeout` and a terminal do: its ranks save all the same
         told = leaves.communicate(timeout=60)[0]
         assert leaves.returncode == 143, told
-        wait_for_step(tmp_path / "run", int(last_value(tmp_path / "run" / "metrics.jsonl", "step") or 0) + 3)
+        wait_for_step(tmp_path / "run", last_point(tmp_path / "run" / "metrics.jsonl", "step")[0] + 3)
         stays.send_signal(signal.SIGTERM)
         told += stays.communicate(timeout=60)[0]
         assert stays.returncode == 143, told

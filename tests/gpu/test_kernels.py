@@ -21,7 +21,7 @@ from aliquot.nn.attention.cuda_attention import CudaAttention
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention, Scoring
 from aliquot.nn.head_loss import choose, head_loss_on
 from aliquot.nn.preference_loss import Answers, Objective
-from aliquot.observe.step_clock import marks_of
+from aliquot.observe.step_clock import HostMark, cuda_mark
 from tests.gpu.on_device import DEVICE, LLAMA, needs_device, needs_gpu
 
 pytestmark = needs_device
@@ -124,7 +124,7 @@ def test_parts_are_copied_beside_the_kernels() -> None:
 
 
 def test_time_is_that_of_the_device() -> None:
-    mark = marks_of(DEVICE)
+    mark = cuda_mark if DEVICE == "cuda" else HostMark
     large = torch.randn(2048, 2048, device=DEVICE)
     first = mark()
     for _ in range(20):

@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 from aliquot.distributed.leader_lease import newest_round
-from aliquot.observe.metrics import last_value
+from aliquot.observe.metrics import last_point
 from tests.multinode import network_file_system
 from tests.multinode.namespaces import Host, environment, kill, lift_limit, plug, switch_of, switched_hosts, why_not
 from tests.runs import curve, write_config
@@ -62,7 +62,7 @@ class Cluster:
 
     def look(self) -> int:
         """The highest step so far; call it often."""
-        step = int(last_value(self.directory / "metrics.jsonl", "step") or 0)
+        step = last_point(self.directory / "metrics.jsonl", "step")[0]
         if step > (self.times[-1][1] if self.times else 0):
             self.times.append((time.monotonic(), step))
         time.sleep(0.05)

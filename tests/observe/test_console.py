@@ -17,8 +17,7 @@ from aliquot.observe.console import Display, LiveView
 from aliquot.observe.report import run_facts
 from aliquot.observe.report.read_run import read_run
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.run_summary import Outcome, foreseen, summary
-from aliquot.observe.throughput import Speed
+from aliquot.observe.run_summary import foreseen, summary
 from aliquot.planner.plan import PhaseMemory, Plan
 from tests.observe.report.directories import MACHINE, start, step, whole_run
 
@@ -195,8 +194,8 @@ def test_an_estimate_is_a_band() -> None:
 
 
 def lines(directory: Path, exported: bool = True, is_chat: bool = False, speed: float = 4000.0) -> dict[str, str]:
-    outcome = Outcome([], Speed(speed, 0.0, None), None, directory / "export" if exported else None, is_chat)
-    return dict(summary(read_run(directory), RunDirectory(directory), outcome, now=1_700_000_150.0))
+    export = directory / "export" if exported else None
+    return dict(summary(read_run(directory), RunDirectory(directory), speed, export, is_chat, now=1_700_000_150.0))
 
 
 def test_a_run_ends_with_its_result(tmp_path: Path) -> None:

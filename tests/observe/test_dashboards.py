@@ -25,7 +25,7 @@ from aliquot.core.errors import UserError
 from aliquot.observe.dashboards import check_installed
 from aliquot.observe.events import Events
 from aliquot.observe.kubeflow import TOKEN, URL, KubeflowStatus, kubeflow_status
-from aliquot.observe.metrics import MetricsWriter
+from aliquot.observe.metrics import writers
 from aliquot.observe.run_directory import RunDirectory
 from tests import runs
 from tests.runs import command, free_port, write_config
@@ -77,13 +77,15 @@ def attempt(run: Path, service: str, steps: range, how: str | None = "end", last
     warned: list[str] = []
     events = Events(run / "events.jsonl", True)
     events.write("start" if steps.start == 1 else "resume", steps.start - 1)
-    curve = MetricsWriter(RunDirectory(run), steps.start - 1, [service], warn=warned.append)
+    file, dashboard = writers(RunDirectory(run), steps.start - 1, [service], warned.append)
     for step in steps:
-        curve.write({"step": step, "loss": 10.0 - step, "engine": "host", "memory_bytes": [1, 2]})
+        for writer in (file, dashboard):
+            writer.write({"step": step, "loss": 10.0 - step, "engine": "host", "memory_bytes": [1, 2]})
         (run / "ledger.json").write_text(last_ledger)
     if how is not None:
         events.write(how, steps.stop - 1)
-    curve.close()
+    file.close()
+    dashboard.close()
     return warned
 
 

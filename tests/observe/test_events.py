@@ -21,7 +21,7 @@ from aliquot.core.run_lock import BEATING_LOCK, LOCK
 from aliquot.distributed.leader_lease import ROUNDS, Claims, is_finished, newest_round
 from aliquot.observe import events
 from aliquot.observe.events import Events, command_line
-from aliquot.observe.metrics import MetricsFile, last_value
+from aliquot.observe.metrics import MetricsFile, last_point
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import HEADER, RunDirectory
 from aliquot.run.hub_upload import _last_losses
@@ -102,7 +102,7 @@ def lease(run: Path) -> None:
 
 
 def metrics(run: Path) -> None:
-    assert last_value(run / "metrics.jsonl", "step") is None
+    assert last_point(run / "metrics.jsonl", "step") == (0, None)
     assert _last_losses(run / "metrics.jsonl", 9) == {}
     MetricsFile(run / "metrics.jsonl", 3).close()
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.errors import StorageError, UserError
-from aliquot.observe.metrics import Exporter, MetricsFile, MetricsWriter, TensorBoard
+from aliquot.observe.metrics import Exporter, MetricsFile, TensorBoard, call_all, writers
 from aliquot.observe.run_directory import RunDirectory
 from tests.runs import free_port
 
@@ -110,9 +110,9 @@ def test_a_full_disk_is_named_and_no_line_is_torn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("report_to", [["tensorboard"], []])
 def test_writer_creates_only_the_enabled_files(tmp_path: Path, report_to: list[str]) -> None:
-    curve = MetricsWriter(RunDirectory(tmp_path), 0, report_to)
-    curve.write({"step": 1, "loss": 2.0})
-    curve.close()
+    for writer in writers(RunDirectory(tmp_path), 0, report_to, print):
+        writer.write({"step": 1, "loss": 2.0})
+        writer.close()
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", *report_to}
 
 
@@ -172,8 +172,8 @@ def test_nothing_listens_without_a_port() -> None:
 
 def test_full_disk_does_not_stop_prometheus(tmp_path: Path, served: tuple[Exporter, int]) -> None:
     exporter, port = served
-    curve = MetricsWriter(RunDirectory(tmp_path), 0, others=[exporter])
+    file = MetricsFile(tmp_path / "metrics.jsonl")
     with full_disk(), pytest.raises(StorageError, match=r"metrics\.jsonl"):
-        curve.write({"loss": 2.0})
+        call_all([lambda: file.write({"loss": 2.0}), lambda: exporter.write({"loss": 2.0})])
     assert collected(port) == {("aliquot_loss", ""): 2.0}
-    curve.close()
+    file.close()

@@ -92,7 +92,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
     from aliquot.distributed.local_group import RankProgram
     from aliquot.distributed.membership import ElasticRun
     from aliquot.observe.events import Events
-    from aliquot.observe.metrics import last_value
+    from aliquot.observe.metrics import last_point
     from aliquot.observe.run_directory import RunDirectory
 
     # The config schema cannot check this, because PET_NNODES may set the number of nodes.
@@ -104,7 +104,7 @@ def _run_elastic(launch: LaunchSection, settings: RunConfig, arguments: list[str
 
     def progress() -> tuple[int, int]:
         saved = complete_directories(directory.checkpoints)
-        return (step_of(saved[-1]) if saved else 0), int(last_value(directory.metrics, "step") or 0)
+        return (step_of(saved[-1]) if saved else 0), last_point(directory.metrics, "step")[0]
 
     def report(text: str) -> None:
         print(f"aliquot: {text}", file=sys.stderr, flush=True)

@@ -28,16 +28,12 @@ class KubeflowStatus:
 
     def __init__(self, environ: Mapping[str, str], total_steps: int) -> None:
         self._url, self._ca_cert, self._token = environ[URL], environ.get(CA_CERT), environ.get(TOKEN)
-        self._total_steps = total_steps
+        self.total_steps = total_steps  # less if the run stops early
         self._newest: dict[str, float] = {"step": 0}
         self._updated = datetime.now(UTC)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._post_all, name="kubeflow-status", daemon=True)
         self._thread.start()
-
-    def ends_at(self, step: int) -> None:
-        """Set the last step of a run that stops early."""
-        self._total_steps = step
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Take over `metrics`, which contain "step" and, for a training step, "eta_s"."""
@@ -60,12 +56,12 @@ class KubeflowStatus:
     def _status(self, is_last: bool) -> dict[str, Any]:
         metrics = dict(self._newest)
         step, eta_s = metrics.pop("step"), metrics.pop("eta_s", None)
-        progress = {"current_step": step, "total_steps": self._total_steps}
+        progress = {"current_step": step, "total_steps": self.total_steps}
         # Only the last status of a complete run reports 100 %.
-        is_complete = is_last and step >= self._total_steps
+        is_complete = is_last and step >= self.total_steps
         status: dict[str, Any] = {
             "lastUpdatedTime": self._updated.isoformat(),
-            "progressPercentage": 100 if is_complete else int(min(99, step * 100 // max(1, self._total_steps))),
+            "progressPercentage": 100 if is_complete else int(min(99, step * 100 // max(1, self.total_steps))),
             "metrics": [{"name": name, "value": str(value)} for name, value in {**metrics, **progress}.items()],
         }
         if is_complete or eta_s is not None:

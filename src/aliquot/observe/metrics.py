@@ -9,9 +9,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from threading import Thread
@@ -178,39 +177,22 @@ class Exporter:
         return self._gauges[name]
 
 
-class MetricsWriter:
-    """Writes metrics to all targets of the configuration.
+Writer = MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus
 
-    Args:
-        report_to: services of `observe.report_to`.
-        others: further targets.
-        warn: receives the errors of dashboards.
-    """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        resumed_step: int,
-        report_to: Sequence[str] = (),
-        others: Iterable[Exporter | KubeflowStatus] = (),
-        warn: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._writers: list[MetricsFile | TensorBoard | Dashboard | Exporter | KubeflowStatus] = [
-            MetricsFile(directory.metrics, resumed_step), *others
-        ]  # fmt: skip
-        for service in dict.fromkeys(report_to):
-            if service == "tensorboard":
-                self._writers.append(TensorBoard(directory.tensorboard, resumed_step))
-            else:
-                self._writers.append(Dashboard(service, directory.metrics, warn))
-
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Pass the metrics to all writers. Then raise UserError if a disk is full."""
-        call_all([partial(writer.write, metrics) for writer in self._writers])
-
-    def close(self) -> None:
-        """Close all writers. Then raise UserError if a disk is full."""
-        call_all([writer.close for writer in self._writers])
+def writers(
+    directory: RunDirectory, resumed_step: int, report_to: Sequence[str], warn: Callable[[str], None]
+) -> list[Writer]:
+    """Return the writers of metrics.jsonl and of the services `report_to`. `warn` receives errors of dashboards."""
+    return [
+        MetricsFile(directory.metrics, resumed_step),
+        *(
+            TensorBoard(directory.tensorboard, resumed_step)
+            if service == "tensorboard"
+            else Dashboard(service, directory.metrics, warn)
+            for service in dict.fromkeys(report_to)
+        ),
+    ]
 
 
 def call_all(calls: Sequence[Callable[[], None]]) -> None:
@@ -225,13 +207,17 @@ def call_all(calls: Sequence[Callable[[], None]]) -> None:
         raise failures[0]
 
 
-def last_value(path: Path, name: str) -> float | None:
-    """Return the newest number `name` in a metrics.jsonl, to which a run may be writing; None if there is none."""
+def last_point(path: Path, name: str, until: float = math.inf) -> tuple[int, float | None]:
+    """Return the step and the value of the newest number `name` in a metrics.jsonl, to which a run may be writing.
+
+    Later steps than `until` do not count. Return (0, None) if there is none.
+    """
     with suppress(OSError):
         for _, fields in read_json_lines(path, backwards=True):
-            if isinstance(value := fields.get(name), int | float):
-                return value
-    return None
+            step, value = fields.get("step"), fields.get(name)
+            if isinstance(step, int) and step <= until and isinstance(value, int | float):
+                return step, value
+    return 0, None
 
 
 def finite(value: Any) -> Any:

@@ -19,7 +19,7 @@ from aliquot.machine.memory import Gpu, PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, RunRecord, command_line
 from aliquot.observe.kubeflow import KubeflowStatus, kubeflow_status
-from aliquot.observe.metrics import Exporter, MetricsWriter, call_all
+from aliquot.observe.metrics import Exporter, Writer, call_all, writers
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, StepClock
@@ -78,7 +78,7 @@ class Recorder:
         self._logged = (steps_before, clock.seconds())  # the last logged step, and the seconds of parts until then
         self._seconds_at_begin = clock.seconds()
         self._losses: set[str] = set()  # what a full disk has prevented
-        self._metrics: MetricsWriter | None = None  # on rank 0
+        self._writers: list[Writer] = []  # on rank 0
         self._status: KubeflowStatus | None = None
         self._ceiling_is_sure = run.record.ceiling_is_sure
         self._measurements_left = _MAX_MEASUREMENTS
@@ -91,9 +91,9 @@ class Recorder:
         run, topology, record = self._run, self._ranks.topology, self._run.record
         if self._ranks.rank == 0:
             self._status = kubeflow_status(self._total)
-            others: list[Exporter | KubeflowStatus] = [run.exporter, *([self._status] if self._status else [])]
-            report_to = run.config.observe.report_to
-            self._metrics = MetricsWriter(run.directory, self._before, report_to, others, self._display.warning)
+            report_to, warn = run.config.observe.report_to, self._display.warning
+            self._writers = [*writers(run.directory, self._before, report_to, warn), run.exporter]
+            self._writers += [self._status] if self._status else []
         # The plan's limit excludes the memory of launcher and dashboards and respects shard.memory.
         limit = record.machine["memory_limit_bytes"] // topology.local_world_size
         if run.gpu is None:
@@ -109,12 +109,11 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        closing = [] if self._metrics is None else [self._metrics.close]
         try:
             # A full disk does not hide the error that ended the run.
             with self._tolerating_full_disk() if error is None else suppress(StorageError):
                 # Write the last event before the end of the dashboards, which read it.
-                call_all([partial(self._write_end, error), *closing])
+                call_all([partial(self._write_end, error), *(writer.close for writer in self._writers)])
         finally:
             self._events.close()
             if self._ranks.rank == 0 and self._run.directory.lock.why_lost() is None:
@@ -161,8 +160,7 @@ class Recorder:
             saving: step whose checkpoint is being written.
         """
         self._clock.leave()
-        saving_s = self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"]
-        self.meter.end(tokens, flops, saving_s)
+        self.meter.end(tokens, flops, self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"])
         self._done += 1
         slow = self._slow.slowdowns()
         if slow.keys() - self._slow_ranks.keys():
@@ -264,7 +262,7 @@ class Recorder:
         """Record that the run ends early, after the last step."""
         self._total = self._done
         if self._status is not None:
-            self._status.ends_at(self._done)
+            self._status.total_steps = self._done
         self._display.line(f"stopped early after step {self._done}: {text}")
         with self._tolerating_full_disk():
             self._events.write("stopped_early", self._done, text=text)
@@ -296,9 +294,8 @@ class Recorder:
                 self._display.warning(f"{loss}: {error}")
 
     def _write_metrics(self, line: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
-            with self._tolerating_full_disk():
-                self._metrics.write(line)
+        with self._tolerating_full_disk():
+            call_all([partial(writer.write, line) for writer in self._writers])
 
     def _write_report(self) -> None:
         try:

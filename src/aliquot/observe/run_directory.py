@@ -107,8 +107,9 @@ class RunDirectory:
         except FileNotFoundError:
             return date.today()
         except (OSError, ValueError) as error:
-            text = f"holds no date ({error}): write one as 2026-01-31"
-            raise RunDirectoryError(text, self.chat_template_date) from None
+            raise RunDirectoryError(
+                f"holds no date ({error}): write one as 2026-01-31", self.chat_template_date
+            ) from None
 
     def write_day(self, day: str | None) -> None:
         """Store the date that the chat template writes, for later starts of this run. None: it writes no date."""

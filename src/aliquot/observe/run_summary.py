@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -19,7 +18,6 @@ from aliquot.observe.report import run_facts
 from aliquot.observe.report.memory_figures import top_bytes
 from aliquot.observe.report.read_run import Run, last, number, read_run
 from aliquot.observe.run_directory import RunDirectory
-from aliquot.observe.throughput import Speed
 
 _MIN_TIMED_STEPS = 10  # shorter runs do not show whether the plan's speed is wrong
 
@@ -62,40 +60,45 @@ def foreseen(plan: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a process that has finished a run."""
+def finish(
+    display: Display,
+    directory: RunDirectory,
+    rows: Sequence[ledger.Row],
+    speed: float,
+    sample: str | None,
+    exported: Path | None,
+    is_chat: bool,
+) -> None:
+    """Print the sample and the summary at the end of a run, on rank 0.
 
-    rows: Sequence[ledger.Row]  # the memory ledger of all ranks
-    speed: Speed
-    sample: str | None
-    exported: Path | None
-    is_chat: bool  # whether the model was trained on chats
-
-
-def finish(display: Display, directory: RunDirectory, outcome: Outcome) -> None:
-    """Print the sample and the summary at the end of a run, on rank 0."""
+    Args:
+        rows: the memory ledger of all ranks.
+        speed: in tokens per second.
+        is_chat: whether the model was trained on chats.
+    """
     display.finish()
-    for table in ledger.tables(outcome.rows) if outcome.rows else ():
+    for table in ledger.tables(rows) if rows else ():
         display.detail(table)
-    if outcome.sample is not None:
-        display.line(f"sample:\n{outcome.sample}\n")
-    for label, text in summary(read_run(directory.path), directory, outcome, time.time()):
+    if sample is not None:
+        display.line(f"sample:\n{sample}\n")
+    for label, text in summary(read_run(directory.path), directory, speed, exported, is_chat, time.time()):
         display.line(f"{label:17}{text}")
 
 
-def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> list[tuple[str, str]]:
-    """Return the summary of a run that has just finished, as (label, text)."""
-    epochs, tokens, speed = run.points("epoch"), run.points("tokens"), outcome.speed.tokens_per_s
+def summary(
+    run: Run, directory: RunDirectory, speed: float, exported: Path | None, is_chat: bool, now: float
+) -> list[tuple[str, str]]:
+    """Return the summary of a run that has just finished, as (label, text); other arguments are those of `finish`."""
+    epochs, tokens = run.points("epoch"), run.points("tokens")
     in_epochs = f", epoch {last(epochs):.3g}" if epochs else ""
     done, saved = run_facts.steps_done(run), complete_directories(directory.checkpoints)
     steps, training_s = f"step {done:,.0f} of {run_facts.total_steps(run) or 0:,.0f}", run.training_s(now)
     planned = number(run.plan.get("peak_bytes_per_rank"))
     peak = gib(top_bytes(run) or 0.0)
-    command = "chat" if outcome.is_chat else "generate --prompt TEXT"
+    command = "chat" if is_chat else "generate --prompt TEXT"
     following = ""
-    if outcome.exported is not None:
-        following = f"aliquot {command} {quote(str(outcome.exported))}"
+    if exported is not None:
+        following = f"aliquot {command} {quote(str(exported))}"
     elif saved:
         following = f"aliquot export {quote(str(saved[-1]))} {quote(str(directory.export))}"
     lines = [
@@ -107,8 +110,8 @@ def summary(run: Run, directory: RunDirectory, outcome: Outcome, now: float) -> 
         ("peak memory", f"{peak} a rank{f', planned {gib(planned)}' if planned else ''}" if run.rows else ""),
         ("cost", run_facts.cost(run, training_s)),
         ("report", str(directory.report)),
-        ("model", str(outcome.exported or "")),
-        ("checkpoint", str(saved[-1]) if saved and outcome.exported is None else ""),
+        ("model", str(exported or "")),
+        ("checkpoint", str(saved[-1]) if saved and exported is None else ""),
         ("next", following),
     ]
     return [(label, text) for label, text in lines if text]

@@ -56,11 +56,6 @@ def cuda_mark() -> Any:
     return event
 
 
-def marks_of(device: str) -> Callable[[], Any]:
-    """Return the source of time marks for a rank that computes on `device`."""
-    return cuda_mark if device == "cuda" else HostMark
-
-
 class StepClock:
     """Measures the time of each part of a step.
 
@@ -229,10 +224,7 @@ class SlowRanks:
         """
         if len(self._window) < self.window_steps:
             return {}
-        pace = {}
-        for rank in range(len(self._window[-1])):
-            tokens = sum(step[rank][1] for step in self._window)
-            if tokens:
-                pace[rank] = sum(step[rank][0] for step in self._window) / tokens
+        totals = [map(sum, zip(*steps, strict=True)) for steps in zip(*self._window, strict=True)]  # of each rank
+        pace = {rank: seconds / tokens for rank, (seconds, tokens) in enumerate(totals) if tokens}
         median = statistics.median_low(pace.values()) if pace else 0.0
         return {rank: time / median for rank, time in pace.items() if median > 0 and time > _SLOW * median}

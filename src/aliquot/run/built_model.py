@@ -17,7 +17,7 @@ from aliquot.models.model_files import model_files
 from aliquot.models.stored_weights import Published, StoredNames, published_of
 from aliquot.models.structure import decoder_layers
 from aliquot.nn.attention.document_attention import attention_on
-from aliquot.observe.step_clock import StepClock, marks_of
+from aliquot.observe.step_clock import HostMark, StepClock, cuda_mark
 from aliquot.run.resolved_run import ResolvedRun
 from aliquot.tensor_io.parts import PartStore, SelectedParts
 
@@ -59,7 +59,7 @@ def build_model(trainer: PreparedRun) -> Model:
             " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"
         )
     engine_name, engine_type = engine_class(config, topology, built.numel, None if plan is None else plan.engine)
-    clock = StepClock(lambda: engine.counters().inside_s(), marks_of(topology.device))
+    clock = StepClock(lambda: engine.counters().inside_s(), cuda_mark if topology.device == "cuda" else HostMark)
     allocator_cache = None
     if plan is not None and plan.scratch_bytes_per_node:
         allocator_cache = FreeMemoryLimit(plan.allocator_cache_bytes)

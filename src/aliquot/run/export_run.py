@@ -23,7 +23,6 @@ from aliquot.models.model_files import export_dtype, exported_step, older_transf
 from aliquot.observe import run_summary
 from aliquot.observe.console import Display
 from aliquot.observe.ledger import STEADY_PEAK
-from aliquot.run.activity import Stage
 from aliquot.run.shutdown import IS_EXPORTED, Phase, saved_outcome
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def finish_run(trainer: Trainer) -> Path | None:
     trainer.recorder.finish()
     run_on_rank_0(trainer.ranks, trainer.directory.check_publish)
     exported = _export_or_save(trainer) if trainer.config.checkpoint.export else None
-    trainer.activity.enter(Stage.SAMPLE)
+    trainer.activity.enter("generating the sample")
     text = sample(trainer)
     # A process that has trained no step has not measured the memory that training needs.
     rows = []
@@ -62,9 +61,8 @@ def finish_run(trainer: Trainer) -> Path | None:
         rows = trainer.ledger.publish(trainer.directory.ledger, trainer.ranks, trainer.record.as_json())
     trainer.liveness.heartbeat.stop()
     if trainer.ranks.rank == 0:
-        speed, is_chat = trainer.recorder.meter.overall(), trainer.resolved.is_chat
-        outcome = run_summary.Outcome(rows, speed, text, exported, is_chat)
-        run_summary.finish(trainer.display, trainer.directory, outcome)
+        speed, is_chat = trainer.recorder.meter.overall().tokens_per_s, trainer.resolved.is_chat
+        run_summary.finish(trainer.display, trainer.directory, rows, speed, text, exported, is_chat)
     return exported
 
 
@@ -82,7 +80,7 @@ def _export_or_save(trainer: Trainer) -> Path:
         if (lost := trainer.directory.lock.why_lost()) is not None:
             raise RunDirectoryError(lost)
 
-    trainer.activity.enter(Stage.EXPORT)
+    trainer.activity.enter("exporting the model")
     try:
         exported = _export(trainer, ExportOptions(replace=True, watch=check_stop))
     except UserError:  # every rank raises the same error

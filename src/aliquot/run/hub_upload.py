@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.config.schema import RunConfig
-from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import StorageError, StorageFailureError, printable
 from aliquot.core.small_files import limit_hub_time, looks_local
+from aliquot.observe.metrics import last_point
 from aliquot.tensor_io.manifest import read_state
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+_LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}  # in metrics.jsonl -> in the card
 _CARD = "README.md"  # the hub shows this file as the model card
 
 
@@ -100,14 +100,8 @@ def write_model_card(export: Path, checkpoint: Path, name: str) -> None:
 
 def _last_losses(metrics: Path, step: int) -> dict[str, str]:
     """Return the newest training and evaluation loss up to `step`, from a run's metrics if they exist."""
-    losses: dict[str, str] = {}
-    with suppress(OSError):
-        for _, line in read_json_lines(metrics):
-            at = line.get("step")
-            for key, label in (("loss", "training loss"), ("eval_loss", "evaluation loss")):
-                if isinstance(at, int) and at <= step and isinstance(value := line.get(key), float):
-                    losses[label] = f"{value:.4f} at step {at:,}"
-    return losses
+    points = {label: last_point(metrics, name, step) for name, label in _LOSSES.items()}
+    return {label: f"{value:.4f} at step {at:,}" for label, (at, value) in points.items() if value is not None}
 
 
 def names_on_hub(config: RunConfig) -> list[str]:

@@ -52,13 +52,14 @@ def perplexity(run: Run) -> Figure:
     if any(run.setting("data", key) for key in keys):
         why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
     step, best = min(points, key=lambda point: point[1], default=(0.0, 0.0))
-    says = f"{count_of(len(points), 'evaluation')}; the last gave {short(last(points))},"
-    says += f" the best {short(best)} at step {step:,.0f}."
-    bits = {step: f"{value:.3f}" for step, value in run.evaluated("bits_per_byte")}
+    says = (
+        f"{count_of(len(points), 'evaluation')}; the last gave {short(last(points))}, the best {short(best)} at step"
+        f" {step:,.0f}."
+    )
     return Figure(
         "perplexity", "Perplexity on held-out text", says, why, "perplexity per predicted token, logarithmic",
         short, "{:,.2f}".format, [Line("perplexity", points, 1, "dots")], marks=resumes(run), log=True,
-        columns={"bits per byte": bits},
+        columns={"bits per byte": {step: f"{value:.3f}" for step, value in run.evaluated("bits_per_byte")}},
     )  # fmt: skip
 
 
@@ -70,8 +71,8 @@ def rewards(run: Run) -> list[Figure]:
     held_out = run.evaluated("rewards/accuracies")
     margins = {step: f"{value:.4f}" for step, value in run.evaluated("rewards/margins")}
     says = f"The rewards of chosen and rejected answers ended at {last(chosen):.3f} and {last(rejected):.3f}."
-    counted = f"{percent(last(accuracies))} of the last pairs have the higher reward for the chosen answer"
-    counted += f", and {percent(last(held_out))} of held-out pairs." if held_out else "."
+    also = f", and {percent(last(held_out))} of held-out pairs" if held_out else ""
+    counted = f"{percent(last(accuracies))} of the last pairs have the higher reward for the chosen answer{also}."
     figures = [
         Figure(
             "rewards", "Rewards of answers", says, "", "reward", "{:.3g}".format, "{:.4f}".format,
@@ -112,8 +113,10 @@ def gradient_norm(run: Run) -> Figure:
 
 def speed(run: Run) -> Figure:
     points = run.steady("tokens_per_s")
-    says = f"{compact(median(points))} real tokens a second in the middle of the run; padding is not counted, nor is"
-    says += " the first step of each attempt."
+    says = (
+        f"{compact(median(points))} real tokens a second in the middle of the run; padding is not counted, nor is the"
+        " first step of each attempt."
+    )
     return Figure(
         "tokens", "Real tokens per second", says, without_steps(run), "mean of the last ten steps, over all ranks",
         compact, "{:,.0f}".format, [Line("real tokens/s", points, 0)], from_zero=True, marks=resumes(run),
@@ -125,8 +128,10 @@ def utilisation(run: Run) -> Figure:
     # Every attempt measures the compute ceiling, perhaps on another machine.
     ceiling = [(step, value / shares[step]) for step, value in points if shares.get(step, 0) > 0]
     compared = f", {percent(median(run.steady('mfu')))} of what a plain matmul reached on the same cores"
-    says = f"The model needed {rate(median(points), 'FLOP/s')}"
-    says += f"{compared if ceiling else '; the matmul ceiling was not measured'}. Recomputation is not counted."
+    says = (
+        f"The model needed {rate(median(points), 'FLOP/s')}"
+        f"{compared if ceiling else '; the matmul ceiling was not measured'}. Recomputation is not counted."
+    )
     lines = [
         Line("model FLOP/s", points, 2),
         Line("a plain matmul here", ceiling, 1, "dashed", rate(last(ceiling), "FLOP/s")),
@@ -142,9 +147,11 @@ def parts(run: Run) -> Figure:
     lines, means = run.timed(), run.mean_parts()
     total = sum(means.values()) or 1.0
     shares = {part: percent(mean / total) for part, mean in means.items()}
-    says = f"A step takes {seconds(total)}, the mean over ranks and steps: "
-    says += ", ".join(f"{part} {shares[part]}" for part in sorted(means, key=lambda part: -means[part])[:2])
-    says += f", waiting for slower ranks {shares['wait']}."
+    largest = ", ".join(f"{part} {shares[part]}" for part in sorted(means, key=lambda part: -means[part])[:2])
+    says = (
+        f"A step takes {seconds(total)}, the mean over ranks and steps: {largest}, waiting for slower ranks"
+        f" {shares['wait']}."
+    )
     if all(line.get("reduce_s") is None for line in lines):
         says += " Reducing is not measured separately: the collectives run inside forward and backward."
     count = min(len(lines), _MAX_BARS) if any(means.values()) else 0

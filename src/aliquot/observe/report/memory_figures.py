@@ -85,10 +85,15 @@ def _over_phases(run: Run, kind: _MemoryKind) -> Figure:
     planned = [kind.planned(run, row) for row in rows]
     plan = [(i + 0.5, value / GIB) for i, value in enumerate(planned) if value is not None]
     levels = kind.levels(max([*tops, *(value for value in planned if value is not None)]))
-    says = f"The largest rank held at most {gib(tops[at])}, in the phase “{names[at]}”; the legend shows its parts"
-    says += f"; a rank may have {gib(kind.limit)}" if kind.limit is not None else ""
-    says += ", far above this picture." if kind.limit is not None and not levels else "."
-    says += "" if plan else " No plan was recorded, so its line is missing."
+    limit = (
+        ""
+        if kind.limit is None
+        else f"; a rank may have {gib(kind.limit)}{'' if levels else ', far above this picture'}"
+    )
+    says = (
+        f"The largest rank held at most {gib(tops[at])}, in the phase “{names[at]}”; the legend shows its parts{limit}."
+        f"{'' if plan else ' No plan was recorded, so its line is missing.'}"
+    )
     body = [
         [
             names[i], *(_in_gib(layer.values[i]) for layer in layers),
@@ -113,8 +118,10 @@ def _over_steps(run: Run, kind: _MemoryKind) -> Figure:
     middle = largest[len(largest) // 2][1] if largest else 0.0
     grown = last(largest) - middle
     more = f"{_in_gib(grown)} more" if grown > 0.02 * last(largest) else "not more"
-    says = f"The largest rank had {_in_gib(last(largest))} at step {max(dict(largest), default=0.0):,.0f}"
-    says += f", {more} than in the middle of the run."
+    says = (
+        f"The largest rank had {_in_gib(last(largest))} at step {max(dict(largest), default=0.0):,.0f}, {more} than in"
+        " the middle of the run."
+    )
     return Figure(
         f"memory{kind.suffix}-steps", f"{kind.title} while training", says, without_steps(run),
         "GiB of a rank: private memory and its share of shared memory", short, _in_gib,
