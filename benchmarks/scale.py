@@ -189,12 +189,12 @@ def _row(trained: Sequence[RankCounts], resumed: Sequence[RankCounts], per_host:
 OF_RANK_0 = ("join", "save", "resume")  # rank 0 serves the store, and writes and verifies the manifest
 PHASES = (
     # name, world, the phase's first stage, the stage after the phase
-    ("join", "trained", "FORK", "READ_DATA"),
-    ("start", "trained", "READ_DATA", "STEP"),
-    ("step", "trained", "STEP", "STEP"),
-    ("save", "trained", "SAVE", "SAMPLE"),
-    ("export", "trained", "EXPORT", "END"),
-    ("resume", "resumed", "LOAD_WEIGHTS", "START_ENGINE"),
+    ("join", "trained", "FORK", "reading and tokenising the data"),
+    ("start", "trained", "reading and tokenising the data", "in"),
+    ("step", "trained", "in", "in"),
+    ("save", "trained", "saving", "generating the sample"),
+    ("export", "trained", "exporting the model", "END"),
+    ("resume", "resumed", "loading weights", "preparing the engine"),
 )
 
 

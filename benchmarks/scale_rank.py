@@ -64,16 +64,17 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
     from aliquot.distributed.rank_process import die_with_parent
     from aliquot.planner.compute_ceiling import Ceiling
     from aliquot.run import resolved_run, trainer
-    from aliquot.run.activity import Activity, Stage
+    from aliquot.run.activity import Activity
 
     die_with_parent(os.getppid())
     torch.set_num_threads(1)
     peers.namespace_id = lambda kind: f"{host}:{kind}"  # type: ignore[attr-defined]
     enter = Activity.enter
 
-    def enter_and_mark(activity: Activity, stage: Stage, step: int = 0, saving: int | None = None) -> None:
-        probe.mark(stage.name, step)
-        enter(activity, stage, step, saving)
+    def enter_and_mark(activity: Activity, stage: str, saving: int | None = None) -> None:
+        words, _, number = stage.rpartition(" step ")
+        probe.mark(words or stage, int(number) if words else 0)
+        enter(activity, stage, saving)
 
     send = Wire.send
 
@@ -103,7 +104,7 @@ class Probe:
     def mark(self, stage: str, step: int) -> None:
         """Record the CPU seconds of this process until now; at two steps, its connections and its memory as well."""
         self._marks.append((stage, step, time.process_time()))
-        if stage == "STEP" and step in (FIRST_STEP, LAST_STEP):
+        if stage == "in" and step in (FIRST_STEP, LAST_STEP):
             self._traffic.append(_connections())
             self._messages.append(self.messages)
             self._sizes = _sizes(self._inherited)

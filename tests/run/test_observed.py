@@ -19,7 +19,7 @@ import pytest
 import aliquot
 from aliquot.observe.step_clock import PARTS
 from aliquot.planner.compute_ceiling import Ceiling
-from aliquot.run.activity import Activity, PhaseNotice, Stage
+from aliquot.run.activity import Activity, PhaseNotice
 from tests.observe.test_gpu_ledger import Recorded
 from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config
 from tests.tools import warm
@@ -244,7 +244,7 @@ def test_metrics_that_cannot_be_written(folder: Path, on_error: str) -> None:
 def test_a_stage_that_lasts_is_shown_once() -> None:
     activity, shown = Activity(), list[str]()
     notice = PhaseNotice(activity, shown.append)
-    for stage in (Stage.PLAN, Stage.LOAD_WEIGHTS, Stage.LOAD_WEIGHTS, Stage.LOAD_WEIGHTS, Stage.PLAN, Stage.PLAN):
+    for stage in ("planning", *3 * ["loading weights"], *2 * ["planning"]):
         activity.enter(stage)
         notice.check()
     assert shown == ["still loading weights", "still planning"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.core.errors import MissingToolError, UsageError
-from aliquot.models.generate import Loaded, load
+from aliquot.models.generate import load
 from aliquot.models.source import local_directory
 from aliquot.observe.metrics import finite
 
@@ -60,6 +60,8 @@ def evaluate_tasks(
     manager = TaskManager(include_path=None if options.include_path is None else str(options.include_path))
     loaded_tasks = [task for name in _names(manager, tasks) for task in _load_task(manager, name)]
     loaded = load(local_directory(model), base)
+    if options.apply_chat_template and not loaded.tokenizer.chat_template:
+        raise UsageError("--apply-chat-template: the tokenizer has no chat template: leave the option out")
     try:
         results = simple_evaluate(
             model=HFLM(
@@ -72,7 +74,7 @@ def evaluate_tasks(
             task_manager=manager,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
-            apply_chat_template=_has_template(loaded) if options.apply_chat_template else False,
+            apply_chat_template=options.apply_chat_template,
             log_samples=False,
         )
     except ValueError as error:  # for example, a task that executes code of the model, or few-shot without examples
@@ -108,12 +110,6 @@ def _load_task(manager: Any, name: str) -> list[Any]:
         ) from error
     groups = loaded.get("groups", {})
     return [groups[name]] if name in groups else list(loaded["tasks"].values())
-
-
-def _has_template(loaded: Loaded) -> bool:
-    if not loaded.tokenizer.chat_template:
-        raise UsageError("--apply-chat-template: the tokenizer has no chat template: leave the option out")
-    return True
 
 
 def _on_one_line(error: Exception) -> str:

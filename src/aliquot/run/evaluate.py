@@ -19,10 +19,8 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.engines.base import Engine
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.preference_loss import Answers, RatedAnswers
-from aliquot.run.activity import Stage
 
 if TYPE_CHECKING:
-    from aliquot.run.prepared_run import PreparedRun
     from aliquot.run.trainer import Trainer
 
 
@@ -59,11 +57,11 @@ def evaluate(
             # Their loss depends on the divergence of the whole set. The tokens are not needed any more.
             rated.append((micro_batch.answers.select(torch.zeros(0, dtype=torch.int64)), result.cpu()))
         else:
-            _add(sums, (micro_batch or MicroBatch.empty()).metrics(result))
+            add_metrics(sums, (micro_batch or MicroBatch.empty()).metrics(result))
         progress(done + 1, total)
     divergence = max(0.0, math.fsum(ranks.gather(ratios)) / batches.predicted)
     for answers, result in rated:
-        _add(sums, replace(answers, divergence=divergence).metrics(result))
+        add_metrics(sums, replace(answers, divergence=divergence).metrics(result))
     gathered = ranks.gather(sums)
     names = dict.fromkeys(name for rank_sums in gathered for name in rank_sums)
     totals = {name: math.fsum(rank_sums[name] for rank_sums in gathered if name in rank_sums) for name in names}
@@ -87,7 +85,8 @@ def mismatched_ratios(engine: Engine, micro_batch: MicroBatch | None) -> float:
     return answers.summed_ratios(result) if isinstance(answers, Answers) else 0.0
 
 
-def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:
+def add_metrics(sums: dict[str, float], values: Mapping[str, float]) -> None:
+    """Add `values` to `sums`, by name."""
     for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
 
@@ -115,7 +114,7 @@ class Evaluator:
         if trainer.config.train.compile != "layers" or not self._sets:
             return
         trainer.display.line("compiling the evaluation before the second step")
-        trainer.activity.enter(Stage.COMPILE_EVALUATION)
+        trainer.activity.enter("compiling the evaluation")
         for batches in self._sets.values():
             for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
                 self._engine.evaluate(micro_batch)
@@ -129,7 +128,7 @@ class Evaluator:
         trainer, ranks = self._trainer, self._trainer.ranks
         if not self._sets:
             return 0
-        trainer.activity.enter(Stage.EVALUATE)
+        trainer.activity.enter("evaluating")
         total, done_before = sum(batches.count(ranks.world_size) for batches in self._sets.values()), 0
 
         def progress(done: int, _: int) -> None:
@@ -207,31 +206,31 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
     from aliquot.run.prepared_run import PreparedRun
 
     with PreparedRun(config, trains=False) as trainer:
-        return _evaluate_sets(trainer)
+        ranks, display, run, model = trainer.ranks, trainer.display, trainer.resolved, trainer.model
+        facts = (f"{model.built.numel:,} parameters", run.config.train.chosen_precision, f"engine {model.engine_name}")
+        display.line(", ".join((model.built.name, *facts)))
+        display.line(trainer.placement)
+        for name, batches in run.held_out.items():
+            for line in irregularities(batches.store):
+                display.line(f"{name}: {line}" if name else line)
+        start = time.perf_counter()
 
+        def progress(done: int, total: int) -> None:
+            nonlocal start
+            start = time.perf_counter() if done == 0 else start
+            display.evaluating(done, total, time.perf_counter() - start)
 
-def _evaluate_sets(trainer: PreparedRun) -> dict[str, Evaluation]:
-    ranks, display, run, model = trainer.ranks, trainer.display, trainer.resolved, trainer.model
-    facts = (f"{model.built.numel:,} parameters", run.config.train.chosen_precision, f"engine {model.engine_name}")
-    display.line(", ".join((model.built.name, *facts)))
-    display.line(trainer.placement)
-    for name, batches in run.held_out.items():
-        for line in irregularities(batches.store):
-            display.line(f"{name}: {line}" if name else line)
-    start = time.perf_counter()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal start
-        start = time.perf_counter() if done == 0 else start
-        display.evaluating(done, total, time.perf_counter() - start)
-
-    results = {}
-    for name, batches in run.held_out.items():
-        result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda _: 0)
-        assert result is not None  # because nothing stops the evaluation
-        loss, perplexity, bits = result.pop("loss"), result.pop("perplexity", None), result.pop("bits_per_byte", None)
-        length, documents = batches.format.length, batches.store.documents
-        results[name] = Evaluation(
-            loss, perplexity, bits, batches.predicted, documents, length, ranks.world_size, preferences=result
-        )
-    return results
+        results = {}
+        for name, batches in run.held_out.items():
+            result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda _: 0)
+            assert result is not None  # because nothing stops the evaluation
+            loss, perplexity, bits = (
+                result.pop("loss"),
+                result.pop("perplexity", None),
+                result.pop("bits_per_byte", None),
+            )
+            length, documents = batches.format.length, batches.store.documents
+            results[name] = Evaluation(
+                loss, perplexity, bits, batches.predicted, documents, length, ranks.world_size, preferences=result
+            )
+        return results

@@ -29,7 +29,7 @@ from aliquot.observe.ledger import Ledger
 from aliquot.observe.metrics import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
-from aliquot.run.activity import Activity, PhaseNotice, Stage
+from aliquot.run.activity import Activity, PhaseNotice
 from aliquot.run.built_model import build_model
 from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, introduce, show_data
@@ -74,7 +74,7 @@ class PreparedRun:
             if self._trains:
                 self._open(stack)
             self._resolve(stack)
-            self.activity.enter(Stage.BUILD_MODEL)
+            self.activity.enter("building the model")
             self.model = build_model(self)
             self._fill()
             self._stack = stack.pop_all()
@@ -103,7 +103,7 @@ class PreparedRun:
                 record_collectives(logs)
             self.ranks = Ranks.join(topology, _COLLECTIVE_TIMEOUT_S, launch.join_timeout_s, timeout_s)
         stack.enter_context(self.ranks.closing())
-        liveness = Liveness(topology, self.ranks.store, timeout_s, self.activity.describe, logs)
+        liveness = Liveness(topology, self.ranks.store, timeout_s, lambda: self.activity.stage, logs)
         self.liveness = stack.enter_context(liveness)
         gpu = current_gpu(topology.device) if self._trains else None
         self.machine = self.ranks.broadcast(machine) or {}
@@ -150,19 +150,19 @@ class PreparedRun:
     def _resolve(self, stack: ExitStack) -> None:
         """Read the inputs and choose each setting that is `auto`."""
         if not self._trains:
-            self.activity.enter(Stage.EVALUATE_MODEL)
+            self.activity.enter("evaluating a model")
             self.resolved = compare_with_reference(self, read_inputs(self, trains=False))
             return
-        self.activity.enter(Stage.FETCH_CHECKPOINT)
+        self.activity.enter("fetching a checkpoint")
         # Before the inputs are read, because settings that are `auto` depend on the checkpoint.
         config, root = self.requested, self.directory.checkpoints
         fetch_newer(config.checkpoint, config.mirror, root, self.ranks, self.display.warning)
-        self.activity.enter(Stage.READ_DATA)
+        self.activity.enter("reading and tokenising the data")
         inputs = read_inputs(self)
         stack.enter_context(closing(inputs.batches))  # data may be tokenised until the end of training
         self.resolved = inputs
         run_on_rank_0(self.ranks, lambda: check_newest(self))  # before the plan, and before the model is built
-        self.activity.enter(Stage.PLAN)
+        self.activity.enter("planning")
         self.resolved = resolve_run(self, inputs)
         self.ledger.plan = {} if self.resolved.plan is None else self.resolved.plan.as_record()
 
@@ -173,7 +173,7 @@ class PreparedRun:
             self.model.engine.ready()
             return
         config, engine = self.config, self.model.engine
-        self.activity.enter(Stage.LOAD_WEIGHTS)
+        self.activity.enter("loading weights")
         batches, self.held_out, has_begun = with_reference(self)
         self.start = fill_model(self, has_begun)
         self.state = dict(self.start.state)
@@ -186,7 +186,7 @@ class PreparedRun:
         self._wait_for_data()
         run_on_rank_0(self.ranks, lambda: self.directory.begin(config))
         run_on_rank_0(self.ranks, lambda: self.directory.write_day(self.resolved.data.day))
-        self.activity.enter(Stage.START_ENGINE)
+        self.activity.enter("preparing the engine")
         engine.ready()
         self.ledger.mark("optimizer state", engine.counters().memory())
         self.record = introduce(self)
@@ -199,7 +199,7 @@ class PreparedRun:
         """Return when the data of the next step are tokenised: a new node begins to tokenise a stream anew."""
         step, streams = min(self.start.step + 1, self.total_steps), self.resolved.data.streams
         if streams:
-            self.activity.enter(Stage.READ_DATA)
+            self.activity.enter("reading and tokenising the data")
             is_maker = any(stream.maker is not None for stream in streams.values())
             run_on_all_ranks(self.ranks, lambda: self.train_batches.wait_for(step) if is_maker else None)
 

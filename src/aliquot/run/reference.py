@@ -33,7 +33,6 @@ from aliquot.data.token_store import Reference, TokenStore
 from aliquot.models.model_config import computation_settings
 from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.preference_loss import Answers
-from aliquot.run.activity import Stage
 from aliquot.run.built_model import build_model
 from aliquot.run.resolved_run import ResolvedRun, model_source, traits_together
 from aliquot.run.starting_point import begin_model
@@ -72,10 +71,10 @@ def with_reference(trainer: PreparedRun) -> tuple[Batches, dict[str, EvalBatches
     if missing := starts != stops:
         run_on_rank_0(ranks, lambda: trainer.directory.begin(run.config))  # so that a killed run may continue here
         begin_model(trainer)
-        trainer.activity.enter(Stage.REFERENCE)
+        trainer.activity.enter("computing reference log-probabilities")
         for start, (key, batches) in zip(starts, passes.items(), strict=True):
             _compute(trainer, batches, files[key], start)
-        trainer.activity.enter(Stage.LOAD_WEIGHTS)
+        trainer.activity.enter("loading weights")
     for file in files.values():
         ranks.broadcast_into(torch.from_numpy(file.values))
     train = {name: file.values for (kind, name), file in files.items() if kind == "train"}

@@ -104,7 +104,7 @@ def read_inputs(trainer: PreparedRun, trains: bool = True) -> ResolvedRun:
     state = run_on_rank_0(ranks, lambda: resumed_state(root, resume))
     precision = choose_precision(trainer, state["config"]["train"].get("precision"))
     config = with_choices(trainer.requested.with_positions(positions), {"train.precision": precision})
-    # Without a setting, the global batch follows from the number of ranks; a resumed run keeps the one of its beginning.
+    # Without a setting, the global batch follows from the number of ranks; a resumed run keeps it.
     now = batch_size(config.train, ranks.world_size).total
     before = state["determinants"].get("train.global_batch_size", now)
     if config.train.global_batch_size is None and before != now:

@@ -14,7 +14,6 @@ from aliquot.checkpoint.save import Saver
 from aliquot.core.errors import UsageError
 from aliquot.core.on_rank_0 import run_on_rank_0
 from aliquot.models.model_config import computation_settings
-from aliquot.run.activity import Stage
 from aliquot.run.hub_upload import names_on_hub
 from aliquot.run.shutdown import Phase
 
@@ -74,7 +73,7 @@ class RunCheckpoints:
     def save(self) -> None:
         """Wait for the save in progress, then begin to save the last finished step."""
         trainer = self._trainer
-        trainer.activity.enter(Stage.SAVE, trainer.progress.step)
+        trainer.activity.enter(f"saving step {trainer.progress.step}")
         with trainer.recorder.between_steps("checkpoint"):
             self.saver.finish()
             self.start_save()  # after `finish`, because a failed save changes the best step
@@ -91,17 +90,17 @@ class RunCheckpoints:
 
     def finish_save(self) -> None:
         """Wait for the save in progress."""
-        self._trainer.activity.enter(Stage.SAVE, self.saver.current_step or 0)
+        self._trainer.activity.enter(f"saving step {self.saver.current_step or 0}")
         self.saver.finish()
 
     def finish(self) -> None:
         """Wait for the save in progress, then for the copies to the mirror."""
         trainer = self._trainer
-        trainer.activity.enter(Stage.FINISH_SAVE)
+        trainer.activity.enter("finishing a checkpoint")
         self.saver.finish()
         if trainer.progress.is_saved and trainer.shutdown.phase is not Phase.SETUP:
             trainer.shutdown.enter(Phase.COPYING, trainer.progress.step)
-        trainer.activity.enter(Stage.COPY_TO_MIRROR)
+        trainer.activity.enter("copying checkpoints to the mirror")
         self._uploader.finish()
 
     def finish_if_late(self) -> bool:

@@ -65,13 +65,6 @@ class Drawing:
     max_tokens: int
     stop: tuple[str, ...]
 
-    def check(self) -> None:
-        if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.max_tokens > 0 and all(self.stop)):
-            raise UsageError(
-                f"sample: {self} is impossible: temperature must be 0 or more, top_p above 0 and at most 1,"
-                " max_tokens positive, and stop texts not empty"
-            )
-
 
 @dataclass(frozen=True)
 class _Row:
@@ -126,7 +119,11 @@ def rows_at_once(trainer: Trainer, tokens: int) -> int:
 def _rows(
     trainer: Trainer, prompts: Sequence[str | Sequence[int]], copies: int, drawing: Drawing, seed: int
 ) -> list[_Row]:
-    drawing.check()
+    if not (drawing.temperature >= 0 and 0 < drawing.top_p <= 1 and drawing.max_tokens > 0 and all(drawing.stop)):
+        raise UsageError(
+            f"sample: {drawing} is impossible: temperature must be 0 or more, top_p above 0 and at most 1,"
+            " max_tokens positive, and stop texts not empty"
+        )
     if isinstance(prompts, str) or copies < 1:
         raise UsageError("sample: give a list of prompts, not one text, and n of at least 1")
     run, rows = trainer.resolved, list[_Row]()
@@ -162,8 +159,7 @@ def _draw(trainer: Trainer, rows: list[_Row], drawing: Drawing) -> list[list[Any
     for row, tokens, values, (length, is_complete) in zip(
         rows, generated.tolist(), logprobs, stop.lengths, strict=True
     ):
-        new = tokens[len(row.ids) : length]
-        text = run.tokenizer.decode(new, skip_special_tokens=True)
+        text = run.tokenizer.decode(tokens[len(row.ids) : length], skip_special_tokens=True)
         drawn = values[len(row.ids) - shortest : length - shortest]
         fields.append([tokens[:length], len(row.ids), drawn, text, is_complete])
     return fields

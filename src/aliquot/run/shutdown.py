@@ -34,7 +34,7 @@ from typing import Self
 
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.leader_lease import ROUND
-from aliquot.distributed.rank_errors import bounded_call, has_failed_rank, report_error
+from aliquot.distributed.rank_errors import bounded_call, bounded_value, has_failed_rank, report_error
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
 
@@ -190,14 +190,11 @@ class Shutdown:
         self._deadline.daemon = True
         self._deadline.start()
         if self._speaks:
-            bounded_call(self._read_loss)
+            self._loss = bounded_value(self._describe_loss, self._loss)
         self.on_request()
         again = "" if ROUND in os.environ else f"; a second signal ends it at once, {self._loss}"
         if not has_failed_rank():
             self._say(f"{signal.Signals(number).name}: the run saves and stops{again}")
-
-    def _read_loss(self) -> None:
-        self._loss = self._describe_loss()
 
     def _say(self, text: str) -> None:
         if self._speaks:

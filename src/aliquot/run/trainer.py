@@ -18,10 +18,9 @@ from aliquot.distributed.liveness.liveness import StepWatchdog
 from aliquot.losses import cross_entropy
 from aliquot.machine.allocator import PeriodicRelease
 from aliquot.nn.token_loss import Group, LossFunction, TokenSequence
-from aliquot.observe.metrics import last_value
+from aliquot.observe.metrics import last_point
 from aliquot.observe.recorder import RecordedRun, Recorder
 from aliquot.planner.compute_ceiling import ceiling
-from aliquot.run.activity import Stage
 from aliquot.run.built_model import files_beside_weights
 from aliquot.run.callbacks import Callback, Callbacks
 from aliquot.run.caller_batch import as_groups, lay_out, scattered, token_logprobs
@@ -317,7 +316,7 @@ class _ConfiguredRun(Trainer):
         if advice := continuation_advice(self):
             self.display.line(f"this run is complete at step {start.step}: {advice}, or choose another run.name")
             uploader = start_uploads(self, self.display.warning)
-            self.activity.enter(Stage.COPY_TO_MIRROR)
+            self.activity.enter("copying checkpoints to the mirror")
             uploader.finish()
             progress.loss, progress.perplexity = run_on_rank_0(self.ranks, self._logged)
             is_evaluated = not self.held_out or start.evaluations.last_step == start.step
@@ -333,7 +332,7 @@ class _ConfiguredRun(Trainer):
         """Return the last loss and perplexity that an earlier start of this run has logged."""
         name = next(iter(self.held_out), "")
         return [
-            last_value(self.directory.metrics, metric)
+            last_point(self.directory.metrics, metric)[1]
             for metric in ("loss", f"eval_{name}_perplexity" if name else "eval_perplexity")
         ]
 

@@ -22,8 +22,7 @@ from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
 from aliquot.nn.token_loss import TokenLoss
 from aliquot.observe.throughput import model_flops
-from aliquot.run.activity import Stage
-from aliquot.run.evaluate import Evaluator, mismatched_ratios
+from aliquot.run.evaluate import Evaluator, add_metrics, mismatched_ratios
 from aliquot.run.reference import check_first_step
 from aliquot.run.shutdown import Phase, saved_outcome
 from aliquot.run.training_progress import LossWatch, StepTotals
@@ -62,7 +61,7 @@ class TrainingLoop:
         """
         self._evaluate_before_steps()
         while (step := self._progress.step) < self._progress.last_step:
-            self._trainer.activity.enter(Stage.STEP, step + 1, saving=self.checkpoints.saver.current_step)
+            self._trainer.activity.enter(f"in step {step + 1}", self.checkpoints.saver.current_step)
             self.recorder.begin()
             self._open_step = step
             yield step
@@ -168,9 +167,8 @@ class TrainingLoop:
             results.append(self._engine.backward(micro_batch, 1 / (batch.predicted or 1), last))
         sums: list[dict[str, float]] = [{"loss": 0.0} for _ in batch.predicted_of]
         for micro_batch, result in zip(micro_batches, results, strict=True):
-            source_sums = sums[0 if micro_batch is None else micro_batch.source]
-            for name, value in (micro_batch or MicroBatch.empty()).metrics(result).items():
-                source_sums[name] = source_sums.get(name, 0.0) + value
+            source = 0 if micro_batch is None else micro_batch.source
+            add_metrics(sums[source], (micro_batch or MicroBatch.empty()).metrics(result))
         return sums
 
     def with_divergence(self, batch: StepBatch) -> StepBatch:
