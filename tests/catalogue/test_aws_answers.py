@@ -19,7 +19,6 @@ from moto import mock_aws
 from typer.testing import CliRunner
 
 from aliquot.catalogue import aws_answers
-from aliquot.catalogue import instances as module
 from aliquot.catalogue.aws_answers import live_instances, refresh
 from aliquot.catalogue.instances import catalogue, instance, instances, refreshed_path, shipped_catalogue
 from aliquot.cli.main import app
@@ -74,7 +73,6 @@ PRODUCTS = [product("c7i.24xlarge", "5.0"), product("g99.2xlarge", "8.0"), produ
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forget() -> None:
         catalogue.cache_clear()
-        module._types_by_name.cache_clear()
 
     monkeypatch.setenv("ALIQUOT_CACHE", str(tmp_path / "cache"))
     forget()

@@ -183,7 +183,7 @@ def refreshed_path() -> Path:
 
 def instance(name: str) -> InstanceType:
     """Return the type of this name. Raises UserError, with the nearest names, for an unknown name."""
-    known = _types_by_name()
+    known = {ec2.name: ec2 for ec2 in instances()}
     if name not in known:
         near = difflib.get_close_matches(name, known, 3, 0.75)
         hint = f"; nearest: {', '.join(near)}" if near else "; see `aliquot instances`"
@@ -225,11 +225,6 @@ def has_amx(family: str, cpu_manufacturer: str, generation: int) -> bool:
 
 
 @cache
-def _types_by_name() -> dict[str, InstanceType]:
-    return {ec2.name: ec2 for ec2 in catalogue().types}
-
-
-@cache
 def shipped_catalogue() -> Catalogue:
     data = json.loads(files("aliquot.catalogue").joinpath("ec2-instances.json").read_text())
     types = tuple(InstanceType(**dict(zip(data["columns"], row, strict=True))) for row in data["rows"])
@@ -243,7 +238,6 @@ def store(refreshed: Catalogue) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         publish_text(path, json.dumps(asdict(refreshed)))
     catalogue.cache_clear()
-    _types_by_name.cache_clear()
 
 
 def _read(path: Path) -> Catalogue | None:

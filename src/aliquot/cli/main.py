@@ -10,6 +10,7 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, cast
 
@@ -44,17 +45,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("init", cls=Command)(init_command.init_command)
-app.command("train", cls=ConfigCommand)(train_command.command)
-app.command("plan", cls=ConfigCommand)(plan_command.command)
-app.command("doctor", cls=Command)(doctor_command.command)
-app.command("export", cls=Command)(export_command.command)
-app.command("generate", cls=Command)(generate_command.generate_command)
-app.command("evaluate", cls=ConfigCommand)(evaluate_command.command)
-app.command("chat", cls=Command)(generate_command.chat_command)
-app.command("report", cls=Command)(report_command.command)
-app.command("instances", cls=Command)(instances_command.command)
-app.command("schema", cls=Command)(init_command.schema_command)
+_COMMANDS: dict[str, tuple[type[Command], Callable[..., None]]] = {
+    "init": (Command, init_command.init_command),
+    "train": (ConfigCommand, train_command.command),
+    "plan": (ConfigCommand, plan_command.command),
+    "doctor": (Command, doctor_command.command),
+    "export": (Command, export_command.command),
+    "generate": (Command, generate_command.generate_command),
+    "evaluate": (ConfigCommand, evaluate_command.command),
+    "chat": (Command, generate_command.chat_command),
+    "report": (Command, report_command.command),
+    "instances": (Command, instances_command.command),
+    "schema": (Command, init_command.schema_command),
+}
+for _name, (_kind, _function) in _COMMANDS.items():
+    app.command(_name, cls=_kind)(_function)
 app.add_typer(data_command.app, name="data")
 app.add_typer(cluster_command.app, name="cluster")
 

@@ -164,8 +164,7 @@ def command(
                 parse_batches(global_batch) if global_batch is not None else [],
                 [nodes] if nodes else NODES, [ranks_per_node] if ranks_per_node else RANKS, instance,
             )  # fmt: skip
-            run = [str(config), *(overrides or [])]
-            print_offers(settings, request, document_tokens, picture, as_json, run)
+            print_offers(settings, request, document_tokens, picture, as_json, [str(config), *(overrides or [])])
             return
         if global_batch is not None:
             raise UsageError("--global-batch is for a search of EC2 types: write train.global_batch_size=N")
