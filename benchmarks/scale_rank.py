@@ -61,10 +61,10 @@ def _train(values: dict[str, Any], host: str, probe: Probe) -> None:
     from aliquot.config.read_config import validate
     from aliquot.distributed.collectives import peers
     from aliquot.distributed.collectives.wire import Wire
+    from aliquot.distributed.liveness.watchdog import Activity
     from aliquot.distributed.rank_process import die_with_parent
     from aliquot.planner.compute_ceiling import Ceiling
     from aliquot.run import resolved_run, trainer
-    from aliquot.run.activity import Activity
 
     die_with_parent(os.getppid())
     torch.set_num_threads(1)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import aliquot
+from aliquot.distributed.liveness.watchdog import Activity, PhaseNotice
 from aliquot.observe.step_clock import PARTS
 from aliquot.planner.compute_ceiling import Ceiling
-from aliquot.run.activity import Activity, PhaseNotice
 from tests.observe.test_gpu_ledger import Recorded
 from tests.runs import command, curve, free_port, has_steps, refused, trained, wait_for, write_config
 from tests.tools import warm

@@ -17,6 +17,7 @@ from aliquot.distributed.config_consistency import check_configs
 from aliquot.distributed.flight_recorder import record_collectives
 from aliquot.distributed.launcher import launch_mode
 from aliquot.distributed.liveness.liveness import Liveness
+from aliquot.distributed.liveness.watchdog import Activity, PhaseNotice
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.rendezvous import infer_local_ranks
 from aliquot.distributed.topology import choose_device, place_rank
@@ -29,7 +30,6 @@ from aliquot.observe.ledger import Ledger
 from aliquot.observe.metrics import Exporter
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.optim.schedule import Schedule
-from aliquot.run.activity import Activity, PhaseNotice
 from aliquot.run.built_model import build_model
 from aliquot.run.callbacks import Callback, check_callbacks
 from aliquot.run.data_sanity import check_first_batch, introduce, show_data

@@ -1,4 +1,4 @@
-"""What all watchdogs share: a thread, and the end of a rank whose run hangs.
+"""What all watchdogs share: a thread, the stage of the run that they name, and the end of a rank whose run hangs.
 
 The error line names the ranks for which the other ranks wait, according to the stack traces of all ranks.
 """
@@ -20,6 +20,7 @@ from aliquot.distributed.topology import Topology
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)$')
 _RANK_OF_FILE = re.compile(r"(\d+)\.txt$")
+_REST_S = 30.0  # a stage that lasts longer is shown
 _SAME_HANG_S = 60.0  # stack files whose times differ by more belong to different hangs
 _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
     r"torch/distributed/|aliquot/distributed/(?:collectives/|ranks\.py) "
@@ -139,3 +140,30 @@ def _main_thread_frames(text: str) -> list[re.Match[str]]:
             if frame["name"] == "<module>":  # outer frames belong to the program that started the script
                 break
     return frames
+
+
+class Activity:
+    """The current stage of this rank, which heartbeat and watchdogs report when a node is lost or the run hangs."""
+
+    def __init__(self) -> None:
+        self.stage = "beginning"
+
+    def enter(self, stage: str, saving: int | None = None) -> None:
+        """Enter a stage, for example "planning". `saving`: the step whose checkpoint is being written."""
+        self.stage = stage if saving is None else f"{stage}, and saving step {saving}"
+
+
+class PhaseNotice(Watchdog):
+    """A context manager that shows a stage that has lasted for 30 seconds, once: silence would look like a hang."""
+
+    def __init__(self, activity: Activity, show: Callable[[str], None]) -> None:
+        super().__init__(_REST_S)
+        self._activity, self._show = activity, show
+        self._before = self._shown = ""
+
+    def check(self) -> None:
+        stage = self._activity.stage
+        if stage == self._before != self._shown:
+            self._show(f"still {stage}")
+            self._shown = stage
+        self._before = stage
