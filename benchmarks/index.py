@@ -73,7 +73,7 @@ def make_store(folder: Path, documents: int) -> None:
         file.truncate(tokens * 2)
     counts = {"documents": documents, "tokens": tokens, "text_bytes": None}
     facts = {"dtype": "uint16", **counts, "answers": False, "formats": {"text": documents}}
-    facts |= {"left_out": {}, "inexact_cuts": 0}
+    facts |= {"left_out": {}}
     (folder / "store.json").write_text(json.dumps(facts))
 
 

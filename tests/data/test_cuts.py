@@ -222,6 +222,6 @@ def test_a_tokenizer_learns_the_same_from_pieces(tmp_path: Path, monkeypatch: py
     spec = []
     for characters in (1 << 20, 30):
         monkeypatch.setattr("aliquot.data.tokenizer.pieces", partial(pieces, characters=characters))
-        trained = trained_tokenizer(source, 330, tmp_path / str(characters))
+        trained = trained_tokenizer([source], 330, tmp_path / str(characters))
         spec.append(trained.backend_tokenizer.to_str())
     assert spec[0] == spec[1]

@@ -141,14 +141,14 @@ def test_tokenizer_hash_ignores_its_origin(tmp_path: Path) -> None:
 
 def test_newline_with_indentation_is_a_token(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("class A:\n    def f(self):\n        return self\n\n" * 50)
-    tokenizer = trained_tokenizer(source_of(DataSection(path=str(tmp_path / "a.py")), tmp_path), 300, tmp_path)
+    tokenizer = trained_tokenizer([source_of(DataSection(path=str(tmp_path / "a.py")), tmp_path)], 300, tmp_path)
     ids = tokenizer.encode("x:\n        return", add_special_tokens=False)
     assert [tokenizer.decode([token]) for token in ids] == ["x", ":", "\n       ", " return"]
 
 
 def test_trained_tokenizer_is_reproducible_and_cached(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT * 50 + "é語🙂")
-    source = source_of(DataSection(path=str(tmp_path / "a.txt"), document="line"), tmp_path)
+    source = [source_of(DataSection(path=str(tmp_path / "a.txt"), document="line"), tmp_path)]
     calls: list[int] = []
     first = trained_tokenizer(source, 320, tmp_path / "one", lambda done, total: calls.append(done))
     assert calls

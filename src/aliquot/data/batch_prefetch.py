@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -21,14 +21,6 @@ from aliquot.models.micro_batch import tensors_in
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class CopiedBatch:
-    """A batch on the GPU. Kernels may read it after the event `arrived`, which ends the copy."""
-
-    batch: StepBatch
-    arrived: Any  # a CUDA event
-
-
 class BatchCopier:
     """Copy batches to the current GPU: the prefetch thread calls `send`, the training thread calls `receive`."""
 
@@ -36,8 +28,8 @@ class BatchCopier:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def send(self, batch: StepBatch) -> CopiedBatch:
-        """Start an asynchronous copy of a batch from pinned memory to the GPU."""
+    def send(self, batch: StepBatch) -> tuple[StepBatch, Any]:
+        """Start an asynchronous copy of a batch from pinned memory to the GPU; return it and the event of its end."""
         with torch.cuda.stream(self._stream):
             micro_batches = [
                 None if micro_batch is None else micro_batch.with_equal_calls().to(self._device)
@@ -45,20 +37,19 @@ class BatchCopier:
             ]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        return CopiedBatch(replace(batch, micro_batches=micro_batches), arrived)
+        return replace(batch, micro_batches=micro_batches), arrived
 
-    def receive(self, sent: CopiedBatch) -> StepBatch:
+    def receive(self, batch: StepBatch, arrived: Any) -> None:
         """Make later kernels wait for the copy, and hold the memory of the batch until these kernels have finished.
 
         The allocator knows only the stream of the copy. `record_stream` names the stream of the kernels, because the
         allocator would otherwise reuse the memory while kernels still read the batch.
         """
         stream = torch.cuda.current_stream()
-        stream.wait_event(sent.arrived)
-        for micro_batch in sent.batch.micro_batches:
+        stream.wait_event(arrived)
+        for micro_batch in batch.micro_batches:
             for tensor in tensors_in(micro_batch):
                 tensor.record_stream(stream)
-        return sent.batch
 
 
 class BatchPrefetcher:
@@ -79,7 +70,7 @@ class BatchPrefetcher:
         self._batches, self._rank, self._world_size, self._stop = batches, rank, world_size, stop
         self._gpu_copier = gpu_copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
-        self._next: Future[StepBatch | CopiedBatch] | None = self._begin(first)
+        self._next: Future[tuple[StepBatch, Any]] | None = self._begin(first)
 
     def __enter__(self) -> Self:
         return self
@@ -91,12 +82,11 @@ class BatchPrefetcher:
     def take(self, step: int) -> StepBatch:
         """Return the batch of `step`, and start to prepare the next batch. Raises any exception of the preparation."""
         assert self._next is not None
-        prepared = self._next.result()
+        batch, arrived = self._next.result()
         self._next = self._begin(step + 1)
-        if isinstance(prepared, StepBatch):
-            return prepared
-        assert self._gpu_copier is not None
-        return self._gpu_copier.receive(prepared)
+        if self._gpu_copier is not None:
+            self._gpu_copier.receive(batch, arrived)
+        return batch
 
     def failure(self, waits: Callable[[], bool]) -> UserError | None:
         """Return the error for which there is no next batch, if it is known; wait for the batch while `waits()`."""
@@ -105,10 +95,10 @@ class BatchPrefetcher:
         error = self._next.exception() if self._next is not None and self._next.done() else None
         return error if isinstance(error, UserError) else None
 
-    def _begin(self, step: int) -> Future[StepBatch | CopiedBatch] | None:
+    def _begin(self, step: int) -> Future[tuple[StepBatch, Any]] | None:
         return None if step >= self._stop else self._thread.submit(on_this_gpu(self._lay_out), step)
 
-    def _lay_out(self, step: int) -> StepBatch | CopiedBatch:
-        """Build the batch of `step`, and start its copy to the GPU. Runs in the thread."""
+    def _lay_out(self, step: int) -> tuple[StepBatch, Any]:
+        """Build the batch of `step`, and start its copy to the GPU; return the event of its end. Runs in the thread."""
         batch = self._batches.step_batch(step, self._rank, self._world_size)
-        return batch if self._gpu_copier is None else self._gpu_copier.send(batch)
+        return (batch, None) if self._gpu_copier is None else self._gpu_copier.send(batch)

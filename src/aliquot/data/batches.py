@@ -101,6 +101,7 @@ class Batches:
         self.sources, self.format, self.seed = sources, format, seed
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.streams = [stream_of(source, format, seed) for source in sources]
+        self._stores = [stream.store for stream in self.streams]
         source_tokens = [round(stream.packing.tokens / stream.known_share) for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]
         self.mixture = Mixture.from_token_weights(
@@ -155,12 +156,8 @@ class Batches:
         later = copy(self)
         later.format = self.format.with_objective(objective, [source.store for source in self.sources])
         if reference is not None:
-            later.sources = [
-                replace(source, store=replace(source.store, reference=reference[source.name]))
-                for source in self.sources
-            ]
-            streams = zip(self.streams, later.sources, strict=True)
-            later.streams = [stream.with_source(source) for stream, source in streams]
+            stores = zip(self.names, self._stores, strict=True)
+            later._stores = [replace(store, reference=reference[name]) for name, store in stores]
         return later
 
     def with_micro_batches(self, sequences: int) -> Self:
@@ -277,7 +274,7 @@ class Batches:
         places = self.mixture.between(first, stop)
         ranges = zip(self.streams, self.mixture.drawn(first), self.mixture.drawn(stop), strict=True)
         counts = [stream.counts(start, end) for stream, start, end in ranges]
-        layout, groups = Layout([stream.store for stream in self.streams], self.format), self._groups(first, places)
+        layout, groups = Layout(self._stores, self.format), self._groups(first, places)
         share = layout.micro_batches(groups, rank, world_size, lambda source, at: self.streams[source].sequence(at))
         # The dropout seed depends only on the sequences, so that dropout is the same at any world size.
         micro_batches = [

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -115,12 +114,6 @@ class Stream:
         self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
         # Two epochs, because a batch may span two epochs.
         self._epoch = lru_cache(2)(partial(packing.epoch, self._seed))
-
-    def with_source(self, source: TrainStore) -> Self:
-        """Return the same sequences of `source`, which has the same tokens."""
-        later = copy(self)
-        later.source = source
-        return later
 
     @property
     def store(self) -> TokenStore:

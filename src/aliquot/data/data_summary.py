@@ -111,14 +111,9 @@ def _described(store: TokenStore, packing: Packing, sequence_length: int, share:
 
 
 def irregularities(store: TokenStore) -> Iterator[str]:
-    """Yield lines about omitted records and inexact cuts (see cuts.py) in a token store."""
+    """Yield a line about omitted records and other remarks on a token store, if there are any."""
     if store.left_out:
         yield "; ".join(counted(store.left_out, store.firsts))
-    if store.inexact_cuts:
-        yield (
-            f"{store.inexact_cuts:,} x a stretch of text without an exact place for a cut, too long to be encoded"
-            " whole: one or two tokens at the cut may differ"
-        )
 
 
 class StreamedIrregularities:

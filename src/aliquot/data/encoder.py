@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ class Encoded:
     ids: npt.NDArray[np.uint32]  # [sum of counts]
     mask: npt.NDArray[np.uint8]  # [sum of counts] for records with answers, else empty
     text_bytes: int | None  # UTF-8 bytes of the text of all tokens except each document's first token; None: unknown
-    notes: dict[str, Note] = field(default_factory=dict)  # remarks on texts, by reason
+    notes: dict[str, Note]  # remarks on texts, by reason
     # For rated answers [texts]: uint8, whether each is desirable, and uint64, a hash of each prompt.
     desirable: npt.NDArray[np.uint8] | None = None
     prompts: npt.NDArray[np.uint64] | None = None
@@ -78,41 +77,49 @@ class Encoder:
         """Encode a batch of texts. Raises UserError if a conversation cannot be rendered."""
         if self.spec.answers:
             return self._encode_answers(batch.texts)
-        return _joined([self._encode_texts(group) for group in _groups(batch)])
+        return self._encode_texts(batch)
 
     def _encode_texts(self, batch: Texts) -> Encoded:
         prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)
         text_bytes = sum(len(text.encode()) for text in batch.texts)
-        if not self.spec.fast:
-            rows = [self.tokenizer.encode(text, add_special_tokens=False) for text in batch.texts]
-        elif prefix or not batch.first.any():
-            rows = [row.ids for row in self.tokenizer.encode_batch_fast(batch.texts, add_special_tokens=False)]
-        else:
-            encodings = self.tokenizer.encode_batch(
-                batch.texts, add_special_tokens=False
-            )  # slower, but returns offsets
-            rows = [row.ids for row in encodings]
-            text_bytes -= sum(
-                len(text[: row.token_to_chars(0)[1]].encode())
-                for text, first, row in zip(batch.texts, batch.first.tolist(), encodings, strict=True)
-                if first and len(row)
-            )
-        with_special = [index for index, row in enumerate(rows) if not self.special.isdisjoint(row)]
-        for index, (first, last) in enumerate(zip(batch.first.tolist(), batch.last.tolist(), strict=True)):
-            row = rows[index]
+        rows, with_special = [], []
+        texts = zip(batch.texts, batch.first.tolist(), batch.last.tolist(), self._token_ids(batch), strict=True)
+        for index, (text, first, last, (ids, context_bytes)) in enumerate(texts):
+            text_bytes -= context_bytes
+            if not self.special.isdisjoint(ids):
+                with_special.append(index)
             if not first and self.spec.drop_before is not None:
-                if batch.texts[index][0] in self.spec.drop_before:
-                    row = row[1:]
+                if text[0] in self.spec.drop_before:
+                    ids = ids[1:]
                 else:  # the cut removed a space, which the first token represents
                     text_bytes += 1
-            if row or not first:  # the last piece of a document may be blank
-                rows[index] = (prefix if first else []) + row + (suffix if last else [])
-        encoded = _encoded(rows, [], text_bytes if self.spec.fast or prefix else None)
-        return (
-            replace(encoded, notes={HOLDS_SPECIAL: (len(with_special), with_special[0], "")})
-            if with_special
-            else encoded
-        )
+            if ids or not first:  # the last piece of a document may be blank
+                ids = (prefix if first else []) + ids + (suffix if last else [])
+            rows.append(np.array(ids, np.uint32))
+        notes = {HOLDS_SPECIAL: (len(with_special), with_special[0], "")} if with_special else {}
+        return _encoded(rows, [], text_bytes if self.spec.fast or prefix else None, notes)
+
+    def _token_ids(self, batch: Texts) -> Iterator[tuple[list[int], int]]:
+        """Yield the token ids of each text, and how many bytes of it are no text to predict: those of the first token.
+
+        About AT_ONCE_CHARACTERS are encoded at once, because a tokenizer needs hundreds of bytes per character.
+        """
+        start = characters = 0
+        for stop, text in enumerate(batch.texts, 1):
+            characters += len(text)
+            if characters < AT_ONCE_CHARACTERS and stop < len(batch.texts):
+                continue
+            texts, first = batch.texts[start:stop], batch.first[start:stop]
+            if not self.spec.fast:
+                yield from ((self.tokenizer.encode(text, add_special_tokens=False), 0) for text in texts)
+            elif self.spec.prefix or not first.any():
+                encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+                yield from ((row.ids, 0) for row in encoded)
+            else:  # slower, but returns offsets
+                encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+                for text, begins, row in zip(texts, first.tolist(), encoded, strict=True):
+                    yield row.ids, len(text[: row.token_to_chars(0)[1]].encode()) if begins and len(row) else 0
+            start, characters = stop, 0
 
     def _encode_answers(self, texts: list[str]) -> Encoded:
         rows: list[list[int]] = []
@@ -124,7 +131,7 @@ class Encoder:
                 notes[reason] = (count + 1, first, first_detail)
             rows += [ids for ids, _ in documents]
             masks += [mask for _, mask in documents]
-        encoded = replace(_encoded(rows, masks, None), notes=notes)
+        encoded = _encoded(rows, masks, None, notes)
         if not self.spec.rated:
             return encoded
         records = [json.loads(text) for text in texts]
@@ -143,36 +150,16 @@ def prompt_hash(record: dict[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).digest())
 
 
-def _groups(batch: Texts) -> Iterator[Texts]:
-    """Yield groups of about AT_ONCE_CHARACTERS, because a tokenizer needs hundreds of bytes per character."""
-    start = characters = 0
-    for index, text in enumerate(batch.texts):
-        characters += len(text)
-        if characters >= AT_ONCE_CHARACTERS or index == len(batch.texts) - 1:
-            stop = index + 1
-            yield Texts(batch.texts[start:stop], batch.first[start:stop], batch.last[start:stop])
-            start, characters = stop, 0
-
-
-def _joined(parts: list[Encoded]) -> Encoded:
-    """Concatenate the results of several groups of texts without answers."""
-    counts, ids = ([getattr(part, name) for part in parts] for name in ("counts", "ids"))
-    sizes = [part.text_bytes for part in parts if part.text_bytes is not None]
-    known = len(sizes) == len(parts)
-    notes: dict[str, Note] = {}
-    for part, before in zip(parts, accumulate(map(len, counts), initial=0), strict=False):
-        for reason, (count, index, detail) in part.notes.items():
-            earlier, first, first_detail = notes.get(reason, (0, before + index, detail))
-            notes[reason] = (earlier + count, first, first_detail)
-    mask, text_bytes = np.empty(0, np.uint8), sum(sizes) if known else None
-    return Encoded(np.concatenate(counts), np.concatenate(ids), mask, text_bytes, notes)
-
-
-def _encoded(rows: list[list[int]], masks: list[list[int]], text_bytes: int | None) -> Encoded:
+def _encoded(
+    rows: Sequence[Sequence[int] | npt.NDArray[np.uint32]],
+    masks: list[list[int]],
+    text_bytes: int | None,
+    notes: dict[str, Note],
+) -> Encoded:
     counts = np.fromiter(map(len, rows), np.int64, len(rows))
-    ids = np.fromiter((token for row in rows for token in row), np.uint32, int(counts.sum()))
+    ids = np.concatenate([np.empty(0, np.uint32), *(np.asarray(row, np.uint32) for row in rows)])
     mask = np.fromiter((bit for row in masks for bit in row), np.uint8, int(counts.sum()) if masks else 0)
-    return Encoded(counts, ids, mask, text_bytes)
+    return Encoded(counts, ids, mask, text_bytes, notes)
 
 
 class EncoderProcess(Worker):

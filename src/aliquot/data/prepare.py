@@ -27,7 +27,7 @@ from aliquot.data.chat_template import writes_date
 from aliquot.data.cuts import Cut, cut_of
 from aliquot.data.file_source import FileSource
 from aliquot.data.remote_files import NamedProgress
-from aliquot.data.sources import Source, joined, sources_of
+from aliquot.data.sources import Source, sources_of
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import FORMAT, TokenStore, token_dtype, why_unusable
 from aliquot.data.token_stream import Segment, SegmentMaker, TokenStream, segment_directory
@@ -127,9 +127,8 @@ def prepare(
     if not trains:
         train = {name: evaluated.get(name, source) for name, source in train.items()}
     check_trained_size(section, vocab_size)
-    training_source = joined(list(train.values()))
     tokenizer = configured_tokenizer(
-        section, model_dir, training_source, root, partial(report, "training the tokenizer")
+        section, model_dir, list(train.values()), root, partial(report, "training the tokenizer")
     )
     tokenizer, rows, all_have_rows = fit_tokenizer(tokenizer, section, model_dir, vocab_size, config, changes)
     directory = publish_tokenizer(tokenizer, root)

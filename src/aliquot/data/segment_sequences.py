@@ -43,9 +43,7 @@ class SegmentSequences(Stream):
         self._open = lru_cache(_OPEN_SEGMENTS)(self._segments.open)
         self._epoch = lru_cache(_OPEN_SEGMENTS)(self._epoch_of)
         mask = None if source.store.mask is None else self._all_tokens("mask")
-        self._store = replace(
-            source.store, tokens=self._all_tokens("tokens"), mask=mask, left_out={}, firsts={}, inexact_cuts=0
-        )
+        self._store = replace(source.store, tokens=self._all_tokens("tokens"), mask=mask, left_out={}, firsts={})
         self._first_share = self._add_segment().share
 
     @property
@@ -84,7 +82,6 @@ class SegmentSequences(Stream):
             self._store,
             left_out=Counter(self._store.left_out) + Counter(segment.left_out),
             firsts={**segment.firsts, **self._store.firsts},
-            inexact_cuts=self._store.inexact_cuts + segment.inexact_cuts,
         )
         return segment
 

@@ -10,7 +10,7 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -81,11 +81,6 @@ def sources_of(
             )
         held_out[entry.name] = source_of(entry, cache, f"data.eval_sources, {entry.name}:", report)
     return train, held_out
-
-
-def joined(sources: Sequence[Source]) -> Source:
-    """Return one source that yields the documents of all `sources` in turn."""
-    return sources[0] if len(sources) == 1 else Joined(tuple(sources))
 
 
 def source_of(section: RecordsSection, cache: Path, key: str = "", report: NamedProgress = no_report) -> Source:
@@ -267,29 +262,3 @@ class HeldOut:
                 number = int.from_bytes(hashlib.blake2b(document.text.encode(), digest_size=8).digest(), "little")
             begins = document.ended
             yield document, number
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The documents of several sources, one source after another."""
-
-    sources: tuple[Source, ...]
-
-    @property
-    def label(self) -> str:
-        return ", ".join(source.label for source in self.sources)
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(source.total_bytes for source in self.sources)
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256("\0".join(source.digest for source in self.sources).encode()).hexdigest()
-
-    def documents(self) -> Iterator[Document]:
-        before_bytes = 0
-        for source in self.sources:
-            for document in source.documents():
-                yield document._replace(done_bytes=before_bytes + document.done_bytes)
-            before_bytes += source.total_bytes

@@ -46,7 +46,6 @@ class TokenStore:
     text_bytes: int | None = None
     formats: Mapping[str, int] = field(default_factory=dict)  # format -> number of documents
     left_out: Mapping[str, int] = field(default_factory=dict)  # reason -> number of records that are left out
-    inexact_cuts: int = 0  # cuts of long documents at which tokens may differ from those of the whole text; see cuts.py
     firsts: Mapping[str, str] = field(default_factory=dict)  # reason -> place of the first such record
     pairs: bool = False  # whether the documents are pairs of answers
     reference: Reference | None = None
@@ -78,7 +77,7 @@ class TokenStore:
             ) from error
         return cls(
             path, tokens, offsets, mask, facts["text_bytes"], facts["formats"], facts["left_out"],
-            facts["inexact_cuts"], facts.get("firsts", {}), facts.get("pairs", False),
+            facts.get("firsts", {}), facts.get("pairs", False),
             desirable=desirable, prompts=prompts, positions=positions, label=label or path,
             first=facts.get("first", ""),
         )  # fmt: skip
@@ -160,7 +159,6 @@ class StoreWriter:
         self.left_out: Counter[str] = Counter()
         self.firsts: dict[str, str] = {}  # reason -> place of the first such record, with details
         self.tokens = self.documents = 0
-        self.inexact_cuts = 0
         self.first = ""
         self.useful = 0  # number of documents with a token to predict
         self.end = 0  # index of the token after the last complete document
@@ -177,9 +175,6 @@ class StoreWriter:
     def __exit__(self, *_: object) -> None:
         for file in self.files.values():
             file.close()
-
-    def cut_anywhere(self) -> None:
-        self.inexact_cuts += 1
 
     def leave_out(self, reason: str, count: int, first: str) -> None:
         """Count `count` records that are left out for `reason`; `first` is the place of the first one."""
@@ -216,8 +211,7 @@ class StoreWriter:
     def finish(self) -> None:
         """Write store.json; call this after the other files are closed."""
         names: tuple[str, ...] = (
-            "documents", "tokens", "text_bytes", "answers", "formats", "left_out", "inexact_cuts", "firsts",
-            "first",
+            "documents", "tokens", "text_bytes", "answers", "formats", "left_out", "firsts", "first",
         )  # fmt: skip
         names += tuple(name for name in ("pairs", "rated") if getattr(self, name))
         facts = {"dtype": self.dtype.name, **{name: getattr(self, name) for name in names}}

@@ -42,9 +42,8 @@ class Segment(NamedTuple):
     place: tuple[int, int]  # of its last document in the source
     share: float  # of the bytes of the source, until the end of this segment
     is_last: bool
-    left_out: dict[str, int]  # the next three are as in a token store
+    left_out: dict[str, int]  # `left_out` and `firsts` are as in a token store
     firsts: dict[str, str]
-    inexact_cuts: int
 
     @classmethod
     def read(cls, directory: Path) -> Segment | None:
@@ -137,10 +136,7 @@ class SegmentMaker:
                 sequences = Packing.of(store, length, packed).sequences
             self.check(directory)
         share = done_bytes / max(1, self.source.total_bytes)
-        facts = Segment(
-            sequences, writer.tokens, self._place, share, ended < count,
-            writer.left_out, writer.firsts, writer.inexact_cuts,
-        )  # fmt: skip
+        facts = Segment(sequences, writer.tokens, self._place, share, ended < count, writer.left_out, writer.firsts)
         publish_checked_json(directory / _FACTS, facts._asdict())
 
     def close(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes of the source)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
 BLANK = "a blank record, left out"
+INEXACT_CUT = (
+    "a stretch of text without an exact place for a cut, too long to be encoded whole: one or two tokens at the cut may"
+    " differ"
+)
 _ENCODER_BYTES = 256 << 20  # memory of an encoder process; records of megabytes with answers need 1 GiB more
 AHEAD = 4  # chunks per worker process that may be in memory at once
 
@@ -91,32 +97,30 @@ class EncoderPool:
         while len(self._workers) < (self._num_proc or _cores()):
             self._workers.append(EncoderProcess(self.spec))
         idle = list(self._workers)
-        busy: dict[Any, tuple[int, EncoderProcess, Chunk]] = {}  # by connection
-        done: dict[int, tuple[Chunk, Encoded]] = {}
-        numbered = enumerate(chunks)
-        turn, exhausted = 0, False
-        while not exhausted or busy or done:
-            while idle and not exhausted and len(busy) + len(done) < AHEAD * len(self._workers):
-                upcoming = next(numbered, None)
-                if upcoming is None:
-                    exhausted = True
-                    break
-                worker = idle.pop()
-                worker.send(upcoming[1].texts)
-                busy[worker.connection] = (upcoming[0], worker, upcoming[1])
-            for connection in wait(list(busy)) if busy else ():
-                number, worker, chunk = busy.pop(connection)
-                done[number] = (chunk, worker.receive())
-                idle.append(worker)
-            while turn in done:
-                yield done.pop(turn)
-                turn += 1
+
+        def encode(chunk: Chunk) -> tuple[Chunk, Encoded]:
+            worker = idle.pop()
+            worker.send(chunk.texts)
+            encoded = worker.receive()
+            idle.append(worker)
+            return chunk, encoded
+
+        in_progress: deque[Future[tuple[Chunk, Encoded]]] = deque()
+        threads = ThreadPoolExecutor(len(idle), thread_name_prefix="aliquot-encoders")  # one waits for each worker
+        try:
+            for chunk in chunks:
+                in_progress.append(threads.submit(encode, chunk))
+                if len(in_progress) == AHEAD * len(self._workers):
+                    yield in_progress.popleft().result()
+            yield from (future.result() for future in in_progress)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, writer: StoreWriter) -> Iterator[Chunk]:
     """Yield chunks of texts with about CHUNK_CHARACTERS; long documents are cut into pieces (see cuts.py).
 
-    `writer` counts the formats of documents, the documents that are left out, and inexact cuts.
+    `writer` counts the formats of documents, the documents that are left out, and inexact cuts (see cuts.py).
     """
     texts: list[tuple[str, bool, bool, str]] = []  # (text, first, last, where)
     characters = done_bytes = 0
@@ -139,7 +143,8 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
             continue
         parts = [document.text]
         if not spec.answers:
-            parts = list(pieces("".join(held), cut, searched=searched, forced=writer.cut_anywhere))
+            forced = partial(writer.leave_out, INEXACT_CUT, 1, "")
+            parts = list(pieces("".join(held), cut, searched=searched, forced=forced))
         held = [] if document.ended else [parts.pop()]
         # `pieces` has searched the held text: an exact cut can only begin at the last character.
         searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0

@@ -123,9 +123,12 @@ def _without_marks(directory: Path, starts: Mapping[Path, bytes]) -> Iterator[Pa
 
 
 def trained_tokenizer(
-    source: Source, vocab_size: int, root: Path, progress: Callable[[int, int], None] | None = None
+    sources: Sequence[Source],
+    vocab_size: int,
+    root: Path,
+    progress: Callable[[int, int], None] = lambda done_bytes, total_bytes: None,
 ) -> Any:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `source`, or load it from the data cache.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `sources`, or load it from the data cache.
 
     The tokenizer puts `<|bos|>` in front of a text, as Llama's does, and has an `<|eos|>` token. Training on the same
     documents gives the same tokenizer. `root`: the directory of the data cache.
@@ -133,7 +136,8 @@ def trained_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{source.digest}".encode()).hexdigest()
+    digests = "\0".join(source.digest for source in sources)
+    key = hashlib.sha256(f"byte-level BPE, format 1\0{vocab_size}\0{digests}".encode()).hexdigest()
 
     def train(directory: Path) -> None:
         tokenizer = Tokenizer(models.BPE())
@@ -146,7 +150,7 @@ def trained_tokenizer(
             show_progress=False,
         )
         cut = cut_of(tokenizer.to_str())
-        tokenizer.train_from_iterator(_texts(source, cut, progress), trainer)
+        tokenizer.train_from_iterator(_texts(sources, cut, progress), trainer)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
@@ -164,25 +168,27 @@ def check_trained_size(section: DataSection, rows: int) -> None:
         raise TokenizerError(f"data.tokenizer_vocab_size is {size}; every byte, bos and eos need {SMALLEST_VOCABULARY}")
 
 
-def _texts(source: Source, cut: Cut | None, progress: Callable[[int, int], None] | None) -> Iterator[str]:
+def _texts(sources: Sequence[Source], cut: Cut | None, progress: Callable[[int, int], None]) -> Iterator[str]:
     """Yield all texts in pieces, because BPE training needs tens of bytes of memory per character of a text."""
-    for document in source.documents():
-        for text in words(document.text, document.kind):
-            yield from pieces(text, cut)
-        if progress is not None:
-            progress(document.done_bytes, source.total_bytes)
+    before_bytes, total_bytes = 0, sum(source.total_bytes for source in sources)
+    for source in sources:
+        for document in source.documents():
+            for text in words(document.text, document.kind):
+                yield from pieces(text, cut)
+            progress(before_bytes + document.done_bytes, total_bytes)
+        before_bytes += source.total_bytes
 
 
 def configured_tokenizer(
     section: DataSection,
     model_dir: Path | None,
-    source: Source,
+    sources: Sequence[Source],
     root: Path,
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None],
 ) -> Any:
     """Return the tokenizer that `data.tokenizer` or `data.tokenizer_vocab_size` sets, else the model's tokenizer."""
     if section.tokenizer_vocab_size is not None:
-        return trained_tokenizer(source, section.tokenizer_vocab_size, root, progress)
+        return trained_tokenizer(sources, section.tokenizer_vocab_size, root, progress)
     if section.tokenizer is not None:
         return load_tokenizer(section.tokenizer)
     if model_dir is None:
