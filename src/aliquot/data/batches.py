@@ -21,7 +21,7 @@ from aliquot.core.number_format import count_of
 from aliquot.data.data_order import Mixture, Steps, TrainStore, drawn_seed
 from aliquot.data.micro_batch_rows import Group, Layout, SequenceFormat
 from aliquot.data.prepare import Prepared
-from aliquot.data.segment_sequences import stream_of
+from aliquot.data.segment_sequences import SegmentSequences
 from aliquot.data.token_store import Reference
 from aliquot.data.workload import BatchSize, Workload
 from aliquot.models.micro_batch import MicroBatch
@@ -100,7 +100,7 @@ class Batches:
     ) -> None:
         self.sources, self.format, self.seed = sources, format, seed
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.streams = [stream_of(source, format, seed) for source in sources]
+        self.streams = [SegmentSequences(source, format, seed) for source in sources]
         self._stores = [stream.store for stream in self.streams]
         source_tokens = [round(stream.packing.tokens / stream.known_share) for stream in self.streams]
         means = [stream.sequence_tokens for stream in self.streams]

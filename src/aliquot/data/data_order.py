@@ -14,15 +14,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Self
 
-import numpy as np
-import numpy.typing as npt
-
-from aliquot.data.micro_batch_rows import Pieces
-from aliquot.data.packing import Epoch, Packing
 from aliquot.data.token_store import TokenStore
 from aliquot.data.token_stream import TokenStream
 
@@ -102,56 +96,6 @@ class TrainStore:
     def digest(self) -> str:
         """Hash of the tokens and of their order in the store."""
         return (self.store.path if self.stream is None else self.stream.directory).name
-
-
-class Stream:
-    """The endless stream of sequences of one source: epoch 0, then epoch 1 in another order, and so on."""
-
-    def __init__(self, source: TrainStore, packing: Packing, seed: int) -> None:
-        self.source = source
-        self.packing = packing
-        # The seed includes the name, because two sources of equal size would otherwise be shuffled alike.
-        self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
-        # Two epochs, because a batch may span two epochs.
-        self._epoch = lru_cache(2)(partial(packing.epoch, self._seed))
-
-    @property
-    def store(self) -> TokenStore:
-        """The tokens to which the pieces of `sequence` refer."""
-        return self.source.store
-
-    def wait_for(self, count: int) -> None:
-        """Return when the first `count` sequences can be read."""
-
-    def close(self) -> None:
-        """End all work in the background."""
-
-    @property
-    def known_share(self) -> float:
-        """The share of the source that `packing` describes; an estimate if it is less than 1."""
-        return 1.0
-
-    @property
-    def sequence_tokens(self) -> Fraction:
-        """The mean number of tokens in a sequence of this source."""
-        return Fraction(self.packing.tokens, self.packing.sequences)
-
-    def sequence(self, index: int) -> Pieces:
-        tokens_before, epoch, within = self._place(index)
-        return [(tokens_before + start, length) for start, length in epoch.sequence(within)]
-
-    def lengths(self, index: int) -> npt.NDArray[np.int32]:
-        return np.array([length for _, length in self.sequence(index)], np.int32)
-
-    def counts(self, first: int, stop: int) -> tuple[int, int]:
-        """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
-        counts = [epoch.counts(within) for _, epoch, within in map(self._place, range(first, stop))]
-        return sum(labels for labels, _ in counts), sum(tokens for _, tokens in counts)
-
-    def _place(self, index: int) -> tuple[int, Epoch, int]:
-        """Return (first token of a sequence's part of the store, epoch of this part, index of the sequence in it)."""
-        epoch, within = divmod(index, self.packing.sequences)
-        return 0, self._epoch(epoch), within
 
 
 def drawn_seed(kind: str, seed: int, place: object) -> int:

@@ -1,4 +1,4 @@
-"""The endless stream of the sequences of a source that is tokenised during training (see token_stream.py)."""
+"""The endless stream of the sequences of a source, in one segment or in those of token_stream.py."""
 
 from __future__ import annotations
 
@@ -6,82 +6,99 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from aliquot.data.data_order import Stream, TrainStore, drawn_seed
-from aliquot.data.micro_batch_rows import SequenceFormat
+from aliquot.data.data_order import TrainStore, drawn_seed
+from aliquot.data.micro_batch_rows import Pieces, SequenceFormat
 from aliquot.data.packing import Epoch, Packing
-from aliquot.data.token_store import TokenStore
-from aliquot.data.token_stream import Segment
+from aliquot.data.token_stream import Segment, TokenStream
 
 _OPEN_SEGMENTS = 8  # segments that stay open, with their packing in memory
 
 
-def stream_of(source: TrainStore, format: SequenceFormat, seed: int) -> Stream:
-    """Return the sequences of a source, in the order of training."""
-    packing = Packing.of(source.store, format.length, format.packed)
-    return Stream(source, packing, seed) if source.stream is None else SegmentSequences(source, packing, seed, format)
+class SegmentSequences:
+    """The sequences of all segments of a source in turn, shuffled within each segment; after the last one begin again.
 
+    A source that is tokenised before training is one segment. `packing` describes the first segment. Tokens are
+    numbered through all segments, so that the pieces of a batch refer to one store.
 
-class SegmentSequences(Stream):
-    """The sequences of all segments in turn, shuffled within each segment; after the last one begin again.
-
-    `packing` and `epoch` describe the first segment. Tokens are numbered through all segments, so that the pieces of a
-    batch refer to one store.
+    Attributes:
+        store: the tokens to which the pieces of `sequence` refer, and what is left out of the known segments.
+        known_share: the share of the source that `packing` describes; an estimate if it is less than 1.
     """
 
-    def __init__(self, source: TrainStore, packing: Packing, seed: int, format: SequenceFormat) -> None:
-        super().__init__(source, packing, seed)
-        assert source.stream is not None
-        self._segments, self._format = source.stream, format
-        self._stops: list[int] = []  # number of sequences until the end of each known segment
-        self._token_stops: list[int] = []
-        self._is_complete = False  # whether the last segment is known
-        self._open = lru_cache(_OPEN_SEGMENTS)(self._segments.open)
-        self._epoch = lru_cache(_OPEN_SEGMENTS)(self._epoch_of)
-        mask = None if source.store.mask is None else self._all_tokens("mask")
-        self._store = replace(source.store, tokens=self._all_tokens("tokens"), mask=mask, left_out={}, firsts={})
-        self._first_share = self._add_segment().share
-
-    @property
-    def store(self) -> TokenStore:
-        """The tokens of all segments, and what is left out of the known segments."""
-        return self._store
-
-    @property
-    def known_share(self) -> float:
-        return self._first_share or 1.0
+    def __init__(self, source: TrainStore, format: SequenceFormat, seed: int) -> None:
+        self.source, self.store, self._format = source, source.store, format
+        self.packing = Packing.of(source.store, format.length, format.packed)
+        self.known_share = 1.0
+        # The seed includes the name, because two sources of equal size would otherwise be shuffled alike.
+        self._seed = seed if not source.name else drawn_seed("source", seed, source.name)
+        # The first sequence and the first token of each known segment, and of the next one.
+        self._begins, self._token_begins = [0], [0]
+        self._is_complete = source.stream is None  # whether the last segment is known
+        if source.stream is None:
+            self._begins.append(self.packing.sequences)
+            # Two epochs, because a batch may span two epochs.
+            self._epoch = lru_cache(2)(lambda segment, turn: self.packing.epoch(self._seed, turn))
+        else:
+            self._open = lru_cache(_OPEN_SEGMENTS)(source.stream.open)
+            self._epoch = lru_cache(_OPEN_SEGMENTS)(self._epoch_of)
+            mask = None if self.store.mask is None else self._all_tokens("mask")
+            self.store = replace(self.store, tokens=self._all_tokens("tokens"), mask=mask, left_out={}, firsts={})
+            self.known_share = self._add_segment(source.stream).share or 1.0
 
     def wait_for(self, count: int) -> None:
+        """Return when the first `count` sequences can be read."""
         if count:
             self._place(count - 1)
 
     def close(self) -> None:
-        self._segments.close()
+        """End all work in the background."""
+        if self.source.stream is not None:
+            self.source.stream.close()
+
+    @property
+    def sequence_tokens(self) -> Fraction:
+        """The mean number of tokens in a sequence of this source."""
+        return Fraction(self.packing.tokens, self.packing.sequences)
+
+    def sequence(self, index: int) -> Pieces:
+        tokens_before, epoch, within = self._place(index)
+        return [(tokens_before + start, length) for start, length in epoch.sequence(within)]
+
+    def lengths(self, index: int) -> npt.NDArray[np.int32]:
+        return np.array([length for _, length in self.sequence(index)], np.int32)
+
+    def counts(self, first: int, stop: int) -> tuple[int, int]:
+        """Return the numbers of (labels, tokens without padding) in sequences [first, stop)."""
+        counts = [epoch.counts(within) for _, epoch, within in map(self._place, range(first, stop))]
+        return sum(labels for labels, _ in counts), sum(tokens for _, tokens in counts)
 
     def _place(self, index: int) -> tuple[int, Epoch, int]:
         """Return (first token of the segment, its sequences, index among these); wait until the segment exists."""
-        while index >= self._stops[-1] and not self._is_complete:
-            self._add_segment()
-        turn, index = divmod(index, self._stops[-1]) if self._is_complete else (0, index)
-        segment = bisect_right(self._stops, index)
-        if not self._is_complete and self._segments.maker is not None:
-            self._segments.maker.begin(segment + 1)
-        tokens_before, before = (self._token_stops[segment - 1], self._stops[segment - 1]) if segment else (0, 0)
-        return tokens_before, self._epoch(segment, turn), index - before
+        stream = self.source.stream
+        while stream is not None and index >= self._begins[-1] and not self._is_complete:
+            self._add_segment(stream)
+        turn, index = divmod(index, self._begins[-1]) if self._is_complete else (0, index)
+        segment = bisect_right(self._begins, index) - 1
+        if stream is not None and stream.maker is not None and not self._is_complete:
+            stream.maker.begin(segment + 1)
+        return self._token_begins[segment], self._epoch(segment, turn), index - self._begins[segment]
 
-    def _add_segment(self) -> Segment:
-        segment = self._segments.wait_for(len(self._stops))
-        self._stops.append(segment.sequences + (self._stops[-1] if self._stops else 0))
-        self._token_stops.append(segment.tokens + (self._token_stops[-1] if self._token_stops else 0))
+    def _add_segment(self, stream: TokenStream) -> Segment:
+        segment = stream.wait_for(len(self._begins) - 1)
+        self._begins.append(self._begins[-1] + segment.sequences)
+        self._token_begins.append(self._token_begins[-1] + segment.tokens)
         self._is_complete = segment.is_last
-        self._store = replace(
-            self._store,
-            left_out=Counter(self._store.left_out) + Counter(segment.left_out),
-            firsts={**segment.firsts, **self._store.firsts},
+        self.store = replace(
+            self.store,
+            left_out=Counter(self.store.left_out) + Counter(segment.left_out),
+            firsts={**segment.firsts, **self.store.firsts},
         )
         return segment
 
@@ -90,17 +107,17 @@ class SegmentSequences(Stream):
         return packing.epoch(drawn_seed("segment", self._seed, segment), turn)
 
     def _all_tokens(self, name: str) -> Any:
-        return _JoinedArrays(self._token_stops, lambda segment: getattr(self._open(segment), name))
+        return _JoinedArrays(self._token_begins, lambda segment: getattr(self._open(segment), name))
 
 
 @dataclass(frozen=True)
 class _JoinedArrays:
     """The arrays of several segments as one array, of which only slices within a segment can be read."""
 
-    stops: list[int]  # number of elements until the end of each segment
+    begins: list[int]  # the first element of each segment, and of the next one
     array: Callable[[int], npt.NDArray[Any]]
 
     def __getitem__(self, span: slice) -> npt.NDArray[Any]:
-        segment = bisect_right(self.stops, span.start)
-        before = self.stops[segment - 1] if segment else 0
+        segment = bisect_right(self.begins, span.start) - 1
+        before = self.begins[segment]
         return self.array(segment)[span.start - before : span.stop - before]
