@@ -81,15 +81,19 @@ class PhasedWork(ABC):
     each step the ranks gather their reports, and `poll` then acts on the reports of all ranks.
     """
 
-    def __init__(self, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents) -> None:
+    def __init__(self, name: str, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents) -> None:
+        self._name = name  # of the threads
         self._ranks = ranks
         self._settings = settings
         self._events = events
         self._task: BackgroundTask | None = None  # the current phase; None if no work is in progress
+        self._after: Callable[[BackgroundTask], None] = _ignore  # called when all ranks have ended the current phase
 
-    @abstractmethod
-    def _next_phase(self, task: BackgroundTask) -> None:
-        """Begin the phase after `task`, which all ranks have ended. Collective."""
+    def _begin(
+        self, work: Callable[[], Any], after: Callable[[BackgroundTask], None], on_error: Callable[[], None] = _ignore
+    ) -> None:
+        """Begin a phase, and call `after`, a collective, when all ranks have ended it."""
+        self._task, self._after = BackgroundTask(self._name, work, on_error), after
 
     @abstractmethod
     def _fail(self, error: UserError) -> None:
@@ -115,7 +119,7 @@ class PhasedWork(ABC):
         if (error := _first_failure(states)) is not None:
             self._fail(error)
         elif all(state["done"] for state in states):
-            self._next_phase(self._task)
+            self._after(self._task)
 
     def finish(self) -> None:
         """Wait for the end of all work. Collective."""

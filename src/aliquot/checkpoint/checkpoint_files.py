@@ -104,8 +104,8 @@ class StoredParts:
             entries = maps.get(part.kind, {})
             if (scales := entries.get(part.name + SCALES)) is not None:
                 coded = self._formatted[part] = _CodedPart(store, part, _scale_block(entries[part.name], scales))
-                place = (coded.first, coded.first + len(coded.scales))
-                self._parts.append(Part(scales.name, scales.shape, part.kind, *place))
+                stop = coded.first + len(coded.scales)
+                self._parts.append(Part(scales.name, scales.shape, part.kind, coded.first, stop))
                 self._formatted[self._parts[-1]] = _Scales(coded.scales)
 
     def parts(self) -> Sequence[Part]:
@@ -128,14 +128,14 @@ class StoredParts:
         return SelectedParts(self, scales), SelectedParts(self, {part.name for part in self._parts} - scales)
 
 
+@dataclass(frozen=True)
 class _Scales(FlatParts):
     """The scales of a part, which are in memory."""
 
-    def __init__(self, scales: Tensor) -> None:
-        self._scales = scales
+    scales: Tensor
 
     def flat(self, part: Part) -> Tensor:
-        return self._scales
+        return self.scales
 
 
 class _CodedPart:

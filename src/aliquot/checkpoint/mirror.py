@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from aliquot.checkpoint.background_task import BackgroundTask, PhasedWork, SaveEvents
 from aliquot.checkpoint.directories import directory_of, newest, step_of
@@ -35,7 +34,7 @@ class Uploader(PhasedWork):
     def __init__(
         self, url: str | None, root: Path, ranks: RankGroup, settings: CheckpointSection, events: SaveEvents
     ) -> None:
-        super().__init__(ranks, settings, events)
+        super().__init__("aliquot-mirror", ranks, settings, events)
         self._url = url
         self._root = root
         self._step: int | None = None
@@ -43,7 +42,6 @@ class Uploader(PhasedWork):
         self._waiting: list[int] = []  # steps of checkpoints to upload next
         self._just_saved: set[int] = set()  # steps whose checkpoints replace an older copy in the store
         self._upload: Upload | None = None
-        self._after_phase: Callable[[Any], None] = lambda _: None  # called with the result of the current phase
         self._started_at = 0.0
 
     @property
@@ -80,20 +78,13 @@ class Uploader(PhasedWork):
 
         self._begin(prepare, self._send)
 
-    def _begin(self, work: Callable[[], Any], after: Callable[[Any], None]) -> None:
-        self._after_phase = after
-        self._task = BackgroundTask("aliquot-mirror", work)
-
-    def _next_phase(self, task: BackgroundTask) -> None:
-        self._after_phase(task.result)
-
-    def _send(self, prepared: tuple[Upload, dict[str, str] | None]) -> None:
-        upload, rank_0_tokens = prepared
+    def _send(self, prepared: BackgroundTask) -> None:
+        upload, rank_0_tokens = prepared.result
         self._upload, tokens = upload, self._ranks.gather(rank_0_tokens)[0]
         if tokens is None:  # the store has this checkpoint
             self._end()
         else:
-            self._begin(lambda: upload.send(tokens), lambda receipts: self._publish(upload, tokens, receipts))
+            self._begin(lambda: upload.send(tokens), lambda task: self._publish(upload, tokens, task.result))
 
     def _publish(self, upload: Upload, tokens: dict[str, str], receipts: list[Receipt]) -> None:
         sent: list[Receipt] = [tuple(receipt) for rank in self._ranks.gather(receipts) for receipt in rank]
@@ -106,7 +97,7 @@ class Uploader(PhasedWork):
 
         self._begin(publish, self._announce)
 
-    def _announce(self, _: None) -> None:
+    def _announce(self, _: BackgroundTask) -> None:
         seconds = time.perf_counter() - self._started_at
         self._events.inform(f"checkpoint: step {self._step} is in {self._url}, copied in {seconds:.1f} s")
         self._end()

@@ -63,83 +63,79 @@ def split_url(url: str) -> tuple[str, str]:
     return store, folder
 
 
+@dataclass
 class Upload:
     """The upload of one checkpoint: `prepare` on rank 0, `send` on every rank, `publish` on rank 0."""
 
-    def __init__(self, directory: Path, store: Store, ranks: RankGroup) -> None:
-        self._directory = directory
-        self._folder = directory.name
-        self._store = store
-        self._ranks = ranks
-        self._stopped = False
-        self.sent_bytes = 0
+    directory: Path
+    store: Store
+    ranks: RankGroup
+    sent_bytes: int = 0
+    is_stopped: bool = False
 
     def prepare(self, replace: bool = False) -> dict[str, str] | None:
         """Remove the partial uploads of killed processes, begin all files, and return an upload token for each file.
 
         Returns None, without any change, if the store has this checkpoint and `replace` is false.
         """
-        store = self._store
+        store, folder = self.store, self.directory.name
         stored_bytes = store.list()
         if not replace and self._is_in_store(stored_bytes):
             return None
         store.abort()
-        complete = {name.partition("/")[0] for name in stored_bytes if name.endswith(f"/{MANIFEST}")} - {self._folder}
-        _remove(store, (name for name in stored_bytes if (folder := _folder_of(name)) and folder not in complete))
-        files = read_manifest(self._directory).files
-        return {name: store.begin(f"{self._folder}/{name}", record.bytes) for name, record in files.items()}
+        complete = {name.partition("/")[0] for name in stored_bytes if name.endswith(f"/{MANIFEST}")} - {folder}
+        _remove(store, (name for name in stored_bytes if _folder_of(name) not in {*complete, None}))
+        files = read_manifest(self.directory).files
+        return {name: store.begin(f"{folder}/{name}", record.bytes) for name, record in files.items()}
 
     def _is_in_store(self, stored_bytes: Mapping[str, int]) -> bool:
         """Return whether the store has the same manifest, and every file with the size that the manifest records."""
-        manifest = read_small_file(self._directory / MANIFEST)
-        sizes = {name: record.bytes for name, record in read_manifest(self._directory).files.items()}
+        manifest = read_small_file(self.directory / MANIFEST)
+        sizes = {name: record.bytes for name, record in read_manifest(self.directory).files.items()}
         sizes[MANIFEST] = len(manifest)
-        if any(stored_bytes.get(f"{self._folder}/{name}") != size for name, size in sizes.items()):
+        if any(stored_bytes.get(f"{self.directory.name}/{name}") != size for name, size in sizes.items()):
             return False
-        return _read(self._store, f"{self._folder}/{MANIFEST}", 0, len(manifest)) == manifest
+        return _read(self.store, f"{self.directory.name}/{MANIFEST}", 0, len(manifest)) == manifest
 
     def send(self, tokens: Mapping[str, str]) -> list[Receipt]:
         """Send this rank's ranges of the files, and return the receipts of the store."""
-        manifest = read_manifest(self._directory)
+        manifest = read_manifest(self.directory)
 
         def send_range(item: FileRange) -> Receipt:
-            name = f"{self._folder}/{item.name}"
-            blocks = self._blocks(manifest, item)
-            receipt = self._store.put_part(name, tokens[item.name], item.index, item.start, blocks)
-            if not self._store.verifies_checksums:
+            name = f"{self.directory.name}/{item.name}"
+            receipt = self.store.put_part(name, tokens[item.name], item.index, item.start, self._blocks(manifest, item))
+            if not self.store.verifies_checksums:
                 for start in range(item.start, item.stop, BLOCK_BYTES):
-                    data = _read(self._store, name, start, min(start + BLOCK_BYTES, item.stop))
+                    data = _read(self.store, name, start, min(start + BLOCK_BYTES, item.stop))
                     _verified_block(data, manifest, item, start)
             return item.name, item.index, receipt
 
-        return _transfer(send_range, _split_files(manifest, manifest.files, self._store.part_bytes), self._ranks)
+        return _transfer(send_range, _split_files(manifest, manifest.files, self.store.part_bytes), self.ranks)
 
     def publish(self, tokens: Mapping[str, str], sent: Sequence[Receipt], retention: Retention) -> None:
         """Complete the files with the receipts of all ranks, write the manifest, then remove old checkpoints."""
-        store, folder = self._store, self._folder
-        manifest = read_manifest(self._directory)
-        receipts: dict[str, list[tuple[int, str]]] = {name: [] for name in tokens}
-        for name, index, receipt in sent:
-            receipts[name].append((index, receipt))
+        store, folder = self.store, self.directory.name
+        manifest = read_manifest(self.directory)
+        in_order = sorted(sent)
         for name, token in tokens.items():
-            store.complete(f"{folder}/{name}", token, [receipt for _, receipt in sorted(receipts[name])])
+            store.complete(f"{folder}/{name}", token, [receipt for file, _, receipt in in_order if file == name])
         sizes = store.list()
         for name, record in manifest.files.items():
             if (size := sizes.get(f"{folder}/{name}")) != record.bytes:
                 raise StorageError(f"{folder}/{name} has {size} bytes instead of {record.bytes}")
-        store.put(f"{folder}/{MANIFEST}", read_small_file(self._directory / MANIFEST))
+        store.put(f"{folder}/{MANIFEST}", read_small_file(self.directory / MANIFEST))
         retained = {folder} if retention.best is None else {folder, directory_of(Path(), retention.best).name}
         old = set(complete_steps(store)[: -retention.keep]) - retained
         _remove(store, (name for name in sizes if _folder_of(name) in old))
 
     def stop(self) -> None:
         """End `send` at its next block."""
-        self._stopped = True
+        self.is_stopped = True
 
     def _blocks(self, manifest: Manifest, item: FileRange) -> Iterator[bytes]:
-        with open_regular(self._directory / item.name) as file:
+        with open_regular(self.directory / item.name) as file:
             for start in range(item.start, item.stop, BLOCK_BYTES):
-                if self._stopped:
+                if self.is_stopped:
                     raise TrainingError("this upload was abandoned")
                 data = os.pread(file.fileno(), min(BLOCK_BYTES, item.stop - start), start)
                 yield _verified_block(data, manifest, item, start)
@@ -236,8 +232,8 @@ def _split_files(manifest: Manifest, names: Iterable[str], range_bytes: Callable
     for name in sorted(names):
         size_bytes = manifest.files[name].bytes
         length = range_bytes(size_bytes)
-        for index, start in enumerate(range(0, max(1, size_bytes), length)):
-            ranges.append(FileRange(name, index, start, min(start + length, size_bytes)))
+        starts = enumerate(range(0, max(1, size_bytes), length))
+        ranges += [FileRange(name, index, start, min(start + length, size_bytes)) for index, start in starts]
     return ranges
 
 

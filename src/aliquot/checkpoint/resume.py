@@ -56,8 +56,9 @@ def resume(
         try:
             return source, restore(source, store, spec, ranks, explain_mismatch)
         except DamagedCheckpoint as error:
-            remedy = "checkpoint.resume names this checkpoint: choose another one, or auto"
-            raise DamagedCheckpoint(f"{error}; {remedy}") from None
+            raise DamagedCheckpoint(
+                f"{error}; checkpoint.resume names this checkpoint: choose another one, or auto"
+            ) from None
     restored = restore_newest(root, store, spec, ranks, replace_damaged, explain_mismatch)
     if restored is not None:
         # Apply retention now: a run that was killed while removing old checkpoints may be complete and save no more.
@@ -157,9 +158,7 @@ def _changed_tensor_settings(config: Mapping[str, Any], state: Mapping[str, Any]
 
     def tensor_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         chosen = {section: config.get(section) or {} for section in ("model", "data", "train", "adapter")}
-        for section, keys in _TENSOR_KEYS.items():
-            chosen[section] = {key: chosen[section].get(key) for key in keys}
-        return chosen
+        return chosen | {name: {key: chosen[name].get(key) for key in keys} for name, keys in _TENSOR_KEYS.items()}
 
     return first_few(list(_differences(tensor_settings(state.get("config", {})), tensor_settings(config))))
 

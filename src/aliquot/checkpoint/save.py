@@ -67,7 +67,7 @@ class Saver(PhasedWork):
         events: SaveEvents,
         make_copier: Callable[[], CpuCopier] = CpuCopier,
     ) -> None:
-        super().__init__(ranks, settings, events)
+        super().__init__("aliquot-saver", ranks, settings, events)
         self._root = root
         self._store = store
         self._spec = spec
@@ -100,8 +100,8 @@ class Saver(PhasedWork):
         self._written_bytes = 0
         draft, live = self._draft, LiveParts(self._store, self._settings.buffer_bytes, self._make_copier())
         self._live = live
-        self._task = BackgroundTask(
-            "aliquot-saver", lambda: draft.write(live, self._record_progress), on_error=live.stop
+        self._begin(
+            lambda: draft.write(live, self._record_progress), lambda task: self._publish(draft, task), live.stop
         )
         self._stall_s = time.perf_counter() - began
         if not self._settings.asynchronous:
@@ -128,25 +128,24 @@ class Saver(PhasedWork):
     def _done_bytes(self) -> int:
         return self._written_bytes
 
-    def _next_phase(self, task: BackgroundTask) -> None:
-        self.worked_s += task.seconds
-        if self._live is None:
-            self._draft = self._task = None
-            # Time since the start would include an evaluation between the end of the save and this poll.
-            self._events.on_saved(self._step, max(self.worked_s, self._stall_s), self._stall_s)
-            return
+    def _publish(self, draft: Draft, written: BackgroundTask) -> None:
+        self.worked_s += written.seconds
         self._live = None
-        shares: BlockShares = task.result.combine(self._ranks)
+        shares: BlockShares = written.result.combine(self._ranks)
         retention = Retention(self._settings.keep, self.best, self._events.protected_steps())
-        draft = self._draft
-        assert draft is not None
 
         def publish() -> None:
             if self._ranks.rank == 0:
                 self._events.check_directory()
                 draft.publish(shares, retention)
 
-        self._task = BackgroundTask("aliquot-saver", publish)
+        self._begin(publish, self._announce)
+
+    def _announce(self, published: BackgroundTask) -> None:
+        self.worked_s += published.seconds
+        self._draft = self._task = None
+        # Time since the start would include an evaluation between the end of the save and this poll.
+        self._events.on_saved(self._step, max(self.worked_s, self._stall_s), self._stall_s)
 
     def _fail(self, error: UserError) -> None:
         """Stop the writes of every rank, let rank 0 remove the partial checkpoint, and raise or warn."""
@@ -214,9 +213,8 @@ class Draft:
             write_file(partial / name, data)
 
     def _manifest(self, written: BlockShares) -> bytes:
-        headers = BlockChecksums()
-        headers.add_headers({self.partial / name: len(file.header) for name, file in self._files.items()})
-        blocks = written.plus(headers.shares(self._sizes)).blocks()
+        header_bytes = {self.partial / name: len(file.header) for name, file in self._files.items()}
+        blocks = written.with_headers(header_bytes).blocks()
         records = {name: FileRecord(bytes=size, crc32=blocks[name]) for name, size in self._sizes.items()}
         for layout in self._layouts.values():
             records |= {name: checksum(data) for name, data in layout.index.items()}

@@ -139,8 +139,7 @@ class S3Store(Store):
             details = error.response.get("Error", {})
             failed = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) >= 500
             error_type = StorageFailureError if failed or details.get("Code") in _TEMPORARY else StorageError
-            message = f"{error.operation_name}: {details.get('Code')}: {details.get('Message')}"
-            raise error_type(message, url) from None
+            raise error_type(f"{error.operation_name}: {details.get('Code')}: {details.get('Message')}", url) from None
         except BotoCoreError as error:  # no answer, no credentials or no region
             error_type = StorageFailureError if isinstance(error, (ConnectionError, HTTPClientError)) else StorageError
             raise error_type(f"cannot be reached: {' '.join(str(error).split())}", url) from None

@@ -287,8 +287,9 @@ def open_store(url: str) -> Store:
     if url.startswith("file://"):
         host, _, path = url.removeprefix("file://").partition("/")
         if host not in ("", "localhost"):
-            example = "a directory of this machine has three slashes, file:///DIRECTORY"
-            raise UsageError(f"{url}: {example}; {host!r} is a host")
+            raise UsageError(
+                f"{url}: a directory of this machine has three slashes, file:///DIRECTORY; {host!r} is a host"
+            )
         return LocalStore(Path("/" + unquote(path)))
     if url.startswith("s3://"):
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -28,12 +28,12 @@ _INDEX_BITS = 8  # of a table of powers; three tables cover the positions in a b
 Integers = npt.NDArray[np.int64]
 
 
+@dataclass
 class BlockChecksums:
     """Collects checksums of the pieces that this rank reads or writes. Several threads may call `add` at once."""
 
-    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self.block_bytes = block_bytes
-        self._pieces: list[tuple[str, int, int, int]] = []  # file, offset, length, crc32; each within one block
+    block_bytes: int = BLOCK_BYTES
+    _pieces: list[tuple[str, int, int, int]] = field(default_factory=list)  # file, offset, length, crc32, in one block
 
     def add(self, file: str, offset: int, data: memoryview) -> None:
         """Add the checksum of `data`, the bytes of `file` from `offset`."""
@@ -42,15 +42,6 @@ class BlockChecksums:
             self._pieces.append((file, offset, len(data[:rest_of_block]), zlib.crc32(data[:rest_of_block])))
             offset += len(data[:rest_of_block])
             data = data[rest_of_block:]
-
-    def add_headers(self, header_bytes: Mapping[Path, int]) -> None:
-        """Read the header of each file and add its checksum. Raises OSError.
-
-        `header_bytes`: the length in bytes of the header of each file.
-        """
-        for path, count in header_bytes.items():
-            with open_regular(path) as file:
-                self.add(path.name, 0, memoryview(file.read(count)))
 
     def shares(self, file_bytes: Mapping[str, int]) -> BlockShares:
         """Return this rank's share of the checksums of all blocks of the given files; ignore pieces of other files.
@@ -105,6 +96,17 @@ class BlockShares:
     def combine(self, ranks: RankGroup) -> BlockShares:
         """Return the sum of the shares of all ranks. Collective."""
         return replace(self, crc32=ranks.combine(self.crc32, "xor"), covered=ranks.combine(self.covered, "sum"))
+
+    def with_headers(self, header_bytes: Mapping[Path, int]) -> BlockShares:
+        """Return the sum with the headers of the files, of the lengths `header_bytes`, which are read. Raises OSError.
+
+        No rank reads or writes a header together with its tensors.
+        """
+        headers = BlockChecksums(self.block_bytes)
+        for path, count in header_bytes.items():
+            with open_regular(path) as file:
+                headers.add(path.name, 0, memoryview(file.read(count)))
+        return self.plus(headers.shares(self.file_bytes))
 
     def blocks(self) -> dict[str, list[int]]:
         """Return the crc32 of every block of each file.

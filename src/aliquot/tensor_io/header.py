@@ -57,6 +57,12 @@ class TensorEntry:
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
+    def offset_of(self, start: int, numel: int) -> int:
+        """Return the offset of elements [start, start + numel) in the file. Raises ValueError if they do not exist."""
+        if start < 0 or start + numel > self.numel:
+            raise ValueError(f"[{start}, {start + numel}) is not inside {self.name}, {self.numel} elements")
+        return self.offset + start * self.itemsize
+
 
 @dataclass(frozen=True)
 class Header:

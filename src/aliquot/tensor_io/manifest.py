@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from aliquot.core.decode import has_checksum, parse_json, read_json, with_checksum
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, UserError, reading
 from aliquot.core.small_files import open_regular, read_small_file
-from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockChecksums, BlockShares
+from aliquot.tensor_io.checksums import BLOCK_BYTES, BlockShares
 from aliquot.tensor_io.publish import is_plain_name
 
 MANIFEST = "manifest.json"
@@ -103,8 +103,10 @@ def reading_checkpoint(path: Path | None = None) -> Iterator[None]:
         raise
     except UserError as error:
         if _errno(error) in _UNREACHABLE:
-            reason = f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}"
-            raise ResumeError(f"{reason}; repair the access and start again") from error
+            raise ResumeError(
+                f"{platform.node()} cannot read this checkpoint, which need not be damaged: {error}; repair the access"
+                " and start again"
+            ) from error
         raise DamagedCheckpoint(str(error)) from error
 
 
@@ -125,8 +127,12 @@ def read_manifest(directory: Path) -> Manifest:
         if not path.exists():
             raise DamagedCheckpoint(f"not a complete checkpoint: it has no {MANIFEST}", directory)
         manifest = parse_manifest(read_small_file(path), path)
-    for name, record in manifest.files.items():
-        _check_size(directory / name, record)
+    for path, record in ((directory / name, record) for name, record in manifest.files.items()):
+        with reading_checkpoint(path):
+            size = path.stat().st_size if path.is_file() else None
+        if size != record.bytes:
+            reason = "missing from the checkpoint" if size is None else f"{size} bytes instead of {record.bytes}"
+            raise DamagedCheckpoint(reason, path)
     return manifest
 
 
@@ -202,12 +208,9 @@ def _checksums_of_blocks(path: Path, only_header: bool = False) -> list[int]:
 def check_read(directory: Path, manifest: Manifest, header_bytes: Mapping[Path, int], shares: BlockShares) -> None:
     """Compare the checksums of safetensors files that all ranks have read with the manifest. Raises DamagedCheckpoint.
 
-    `header_bytes`: the header length of each file; headers are read here, because no rank reads them with its tensors.
-    `shares`: the checksums of the pieces that all ranks have read.
+    `header_bytes`: the header length of each file. `shares`: the checksums of the pieces that all ranks have read.
     """
-    headers = BlockChecksums()
-    headers.add_headers(header_bytes)
-    check_blocks(directory, manifest, shares.plus(headers.shares(shares.file_bytes)).blocks())
+    check_blocks(directory, manifest, shares.with_headers(header_bytes).blocks())
 
 
 def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[int]]) -> None:
@@ -220,14 +223,6 @@ def check_blocks(directory: Path, manifest: Manifest, blocks: Mapping[str, list[
         if actual != recorded:
             pairs = enumerate(zip(actual, recorded, strict=False))
             damaged = next((i for i, (crc, saved) in pairs if crc != saved), min(len(actual), len(recorded)))
-            message = f"damaged: the block at byte {damaged * BLOCK_BYTES} differs from the saved block"
-            raise DamagedCheckpoint(message, directory / name)
-
-
-def _check_size(path: Path, record: FileRecord) -> None:
-    with reading_checkpoint(path):
-        size = path.stat().st_size if path.is_file() else None
-    if size is None:
-        raise DamagedCheckpoint("missing from the checkpoint", path)
-    if size != record.bytes:
-        raise DamagedCheckpoint(f"{size} bytes instead of {record.bytes}", path)
+            raise DamagedCheckpoint(
+                f"damaged: the block at byte {damaged * BLOCK_BYTES} differs from the saved block", directory / name
+            )

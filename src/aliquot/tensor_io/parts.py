@@ -103,17 +103,9 @@ class SelectedParts:
     """A part store with only those parts of `store` whose tensors are in `names`, for example those of an adapter."""
 
     def __init__(self, store: PartStore, names: Collection[str]) -> None:
-        self._store = store
         self._parts = [part for part in store.parts() if part.name in names]
+        self.read, self.write = store.read, store.write
+        self.view = store.view if isinstance(store, ViewableStore) else lambda part: None
 
     def parts(self) -> Sequence[Part]:
         return self._parts
-
-    def read(self, part: Part, start: int, out: Tensor) -> None:
-        self._store.read(part, start, out)
-
-    def write(self, part: Part, start: int, values: Tensor) -> None:
-        self._store.write(part, start, values)
-
-    def view(self, part: Part) -> Tensor | None:
-        return self._store.view(part) if isinstance(self._store, ViewableStore) else None

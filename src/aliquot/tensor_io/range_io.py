@@ -39,12 +39,12 @@ class SourceFile:
 
     def announce(self, entry: TensorEntry, start: int, numel: int) -> None:
         """Ask the kernel to prefetch elements [start, start + numel) of a tensor into the page cache."""
-        offset = entry.offset + start * entry.itemsize
+        offset = entry.offset_of(start, numel)
         os.posix_fadvise(self._file.fileno(), offset, numel * entry.itemsize, os.POSIX_FADV_WILLNEED)
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Read elements [start, start + out.numel()) into `out`, a flat, contiguous CPU tensor of the stored dtype."""
-        memory, offset = bytes_of(out), offset_of(entry, start, out)
+        memory, offset = bytes_of(out), entry.offset_of(start, out.numel())
         done = 0
         while done < len(memory):
             with reading(self.path):
@@ -68,7 +68,7 @@ class RangeReader(ExitStack):
         super().__init__()
         self._checksums = checksums
         self._file: SourceFile | None = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)  # takes memory at its first use
 
     def read(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         """Read elements [start, start + out.numel()) into `out`, a flat CPU tensor of any float dtype.
@@ -79,8 +79,6 @@ class RangeReader(ExitStack):
         if out.dtype == entry.dtype:
             file.read(entry, start, out)
             return
-        if not self._buffer.numel():
-            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         stored = self._buffer.view(entry.dtype)
         for first in range(0, out.numel(), stored.numel()):
             piece = stored[: out.numel() - first]
@@ -109,7 +107,7 @@ class TargetFile:
 
     def write(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
         """Write elements from `start` on; `values` is a flat, contiguous CPU tensor of the stored dtype."""
-        memory, offset = bytes_of(values), offset_of(entry, start, values)
+        memory, offset = bytes_of(values), entry.offset_of(start, values.numel())
         done = 0
         with writing(self.path):
             while done < len(memory):
@@ -135,16 +133,6 @@ class TargetFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-
-
-def offset_of(entry: TensorEntry, start: int, values: torch.Tensor) -> int:
-    """Return the file offset of element `start` of a tensor.
-
-    Raises ValueError if elements [start, start + values.numel()) exceed the tensor.
-    """
-    if start < 0 or start + values.numel() > entry.numel:
-        raise ValueError(f"[{start}, {start + values.numel()}) is not inside {entry.name}, {entry.numel} elements")
-    return entry.offset + start * entry.itemsize
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

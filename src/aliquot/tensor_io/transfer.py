@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -159,7 +158,7 @@ class _Transfer:
         start = part.start
         while start < part.stop:
             # Pieces end at multiples of PIECE_BYTES in the file: on page boundaries, and within one checksum block.
-            room_bytes = PIECE_BYTES - (entry.offset + start * entry.itemsize) % PIECE_BYTES
+            room_bytes = PIECE_BYTES - entry.offset_of(start, 0) % PIECE_BYTES
             numel = min(part.stop - start, max(1, room_bytes // entry.itemsize))
             piece_view = None if view is None else view[start - part.start :][:numel]
             yield _Piece(part, entry, start, numel, piece_view)
@@ -182,7 +181,7 @@ def _round(piece: _Piece, values: Tensor, stored: Tensor) -> None:
         )
 
 
-class Pipeline:
+class Pipeline(AbstractContextManager["Pipeline"]):
     """Reads or writes pieces in threads, with at most `DEPTH` pieces in progress.
 
     `add` starts the `work` of a piece in a thread. The `end` of each piece runs in the calling thread, in the order of
@@ -192,11 +191,8 @@ class Pipeline:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="aliquot-io")
         self._in_progress: deque[tuple[Future[None], Callable[[], None]]] = deque()
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(DEPTH)]
+        self._buffers: list[Tensor] = []
         self._pieces = 0
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
@@ -212,12 +208,14 @@ class Pipeline:
         """
         self._end_down_to(DEPTH - 1)
         index = self._pieces % DEPTH  # pieces end in order, so that the previous piece in this buffer has ended
-        if not self._buffers[index].numel():
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                # Only copies between a GPU and pinned memory reach the full speed of the bus.
-                self._buffers[index] = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
-            else:
-                self._buffers[index] = mapped_tensor(PIECE_BYTES, torch.uint8)
+        if not self._buffers:  # only copies between a GPU and pinned memory reach the full speed of the bus
+            pinned = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._buffers = [
+                torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else mapped_tensor(PIECE_BYTES, torch.uint8)
+                for _ in range(DEPTH)
+            ]
         return self._buffers[index].view(piece.entry.dtype)[: piece.numel]
 
     def add(self, work: Callable[[], None], end: Callable[[], None]) -> None:
