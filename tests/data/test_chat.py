@@ -29,8 +29,8 @@ from aliquot.data.chat import (
     locate_answers,
 )
 from aliquot.data.chat_messages import has_words
-from aliquot.data.chat_template import CHANGED, RESERVED, ChatTemplate, LeftOut, TokenizerFacts
-from aliquot.data.text_encoder import NO_END, NOTHING_LEARNED, EncoderSpec, TextEncoder
+from aliquot.data.chat_template import CHANGED, ChatTemplate, LeftOut, TokenizerFacts
+from aliquot.data.text_encoder import NO_END, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level, encode_record
 from tests.tools.chat_shapes import SHAPES, TEMPLATES, made, outcome
 
@@ -220,7 +220,7 @@ def test_template_gets_variables_of_the_record() -> None:
     assert learned(record | {"context": 0}, template)[0].startswith("False<|user|>")
     for name in ("messages", "chat_template"):
         ids, _, reason = learned(record | {"context": 0, "chat_template_kwargs": {name: "x"}}, template)
-        assert not ids and reason == RESERVED
+        assert not ids and reason == "a record whose chat_template_kwargs set a variable that aliquot sets, left out"
 
 
 def test_unread_flags_of_messages_are_counted() -> None:
@@ -312,7 +312,9 @@ def test_records_without_labels_have_a_reason() -> None:
     assert learned({"messages": TALK, "context": 4}, CHATML) == ("", [], NO_ANSWER)
     assert learned({"prompt": "fox?", "completion": " "}) == learned({"prompt": "fox?", "completion": ""}, CHATML)
     assert learned({"prompt": "fox?", "completion": ""}) == ("", [], NO_ANSWER)
-    assert learned({"prompt": "", "completion": "s"}) == ("", [], NOTHING_LEARNED), "nothing comes before it"
+    assert learned({"prompt": "", "completion": "s"}) == ("", [], "a record in which nothing is learned, left out"), (
+        "nothing comes before it"
+    )
     endless = {"prompt": "fox?", "completion": "é" * (LONGEST_BYTES // 2)}
     assert learned(endless) == ("", [], TOO_LONG), "before memory is taken for it"
     tools = [*TALK[:1], {"role": "tool", "content": "12345"}, *TALK[1:2]]

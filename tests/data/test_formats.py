@@ -14,7 +14,7 @@ import pytest
 from aliquot.config.data_section import DataSection
 from aliquot.core.errors import UserError
 from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
-from aliquot.data.documents import EXCLUDED, MISSING_FIELD, UNCLEAR_PROMPT, BadRecordError
+from aliquot.data.documents import MISSING_FIELD, UNCLEAR_PROMPT, BadRecordError
 from aliquot.data.encoder import prompt_hash
 from aliquot.data.file_source import record_documents
 from aliquot.data.formats import IMPLICIT_PROMPT, UNREAD, UNREAD_COLUMNS, format_of, words
@@ -225,7 +225,7 @@ def test_loss_flags_of_a_record_are_obeyed(record: dict[str, Any]) -> None:
     for flags in ({"train": False}, {"weight": 0}, {"weight": "0"}, {"trainable": "False", "weight": 1}):
         with pytest.raises(BadRecordError) as error:
             read({**record, **flags})
-        assert error.value.reason == EXCLUDED
+        assert error.value.reason == "a record that its own loss flag excludes, left out"
     with pytest.raises(BadRecordError, match=r"the record's `weight` is 0\.5: a record is learned or not"):
         read({**record, "weight": 0.5})
     for flags in ({"train": True}, {"weight": "1"}, {"loss": 2.3}, {"weight": None}):

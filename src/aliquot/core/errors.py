@@ -228,6 +228,11 @@ def user_error_types(base: type[UserError] = UserError) -> Iterator[type[UserErr
         yield from user_error_types(subclass)
 
 
+def reason_of(error: BaseException, longest: int = 300) -> str:
+    """Return the message of another library's error on one line, or the name of its type if there is no message."""
+    return " ".join(str(error).split())[:longest] or type(error).__name__
+
+
 def storage_error(message: str, error: OSError, where: str | Path | None = None) -> StorageError:
     """Return `message` as a StorageError, or as a StorageFailureError if `error` says that a disk or server fails.
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class BatchCopier:
                 tensor.record_stream(stream)
 
 
-class BatchPrefetcher:
+class BatchPrefetcher(AbstractContextManager["BatchPrefetcher"]):
     """Prepare this rank's batches of steps [first, stop) one step ahead, in a thread.
 
     The thread ends when the `with` block ends.
@@ -71,9 +72,6 @@ class BatchPrefetcher:
         self._gpu_copier = gpu_copier
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aliquot-batches")
         self._next: Future[tuple[StepBatch, Any]] | None = self._begin(first)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._batches.close()  # the thread may wait for data

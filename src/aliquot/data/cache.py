@@ -30,7 +30,6 @@ from aliquot.core.small_files import read_small_file
 from aliquot.tensor_io.manifest import file_record, manifest_bytes, parse_manifest
 from aliquot.tensor_io.publish import begin_alone, commit, sync, write_file
 
-_REFUSALS = (errno.EACCES, errno.EPERM)
 _log = logging.getLogger(__name__)
 _SAMPLE_BYTES = 1 << 16
 _CHECKSUMS = ".checksums"  # the manifest of a cached directory; hidden, because a copy has the name of its file
@@ -65,7 +64,8 @@ def damage(directory: Path) -> str | None:
     except (ValueError, DamagedCheckpoint, UnfitFileError):
         return "the checksums of its files are damaged"
     except OSError as error:
-        advice = "; set data.cache_directory to a directory of this user" if error.errno in _REFUSALS else ""
+        is_refused = error.errno in (errno.EACCES, errno.EPERM)
+        advice = "; set data.cache_directory to a directory of this user" if is_refused else ""
         raise storage_error(f"cannot read the data cache: {error.strerror}{advice}", error, path) from error
     return None
 
@@ -95,8 +95,11 @@ def publishing(directory: Path) -> Iterator[Path]:
             if damage(directory) is not None:
                 raise
     except OSError as error:
-        message = f"cannot write the data cache: {error.strerror or error}; set data.cache_directory"
-        raise storage_error(message, error, directory.parent if partial is None else directory) from error
+        raise storage_error(
+            f"cannot write the data cache: {error.strerror or error}; set data.cache_directory",
+            error,
+            directory.parent if partial is None else directory,
+        ) from error
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)

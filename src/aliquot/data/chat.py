@@ -140,7 +140,7 @@ def locate_answers(
         return form, template.render(form), None, changed
     if template.is_marked:
         assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        whole, marks = template.render_marked(form)
+        whole, marks = template.render_marked(form, return_assistant_tokens_mask=True)
         spans = _marks_of_turns(marks, len(assistants))
         if spans is not None:
             marked = dict(zip(assistants, spans, strict=True))

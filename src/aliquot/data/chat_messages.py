@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from aliquot.core.decode import decode_json
-from aliquot.data.documents import NO_MESSAGES, NO_TEXT_CONTENT, UNKNOWN_ROLE, UNUSABLE_FLAG, BadRecordError
+from aliquot.data.documents import UNKNOWN_ROLE, UNUSABLE_FLAG, BadRecordError
 
 T = TypeVar("T")
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # roles of chat templates
@@ -98,22 +98,18 @@ def is_message(value: object) -> bool:
     return isinstance(value, dict) and not {"role", "from"}.isdisjoint(value)
 
 
-def read_list(value: object, field: str, where: str) -> list[Any]:
-    """Return the list in a field, decoded from JSON if the field holds text; an empty list if it is null or blank."""
-    return _read_as(list, "a list", value, field, where)
+def read_as(kind: type[T], value: object, field: str, where: str) -> T:
+    """Return the list or object (dict) in a field, decoded from JSON if the field holds text.
 
-
-def read_object(value: object, field: str, where: str) -> dict[str, Any]:
-    """Return the object in a field, decoded from JSON if the field holds text; an empty one if it is null or blank."""
-    return _read_as(dict, "an object", value, field, where)
-
-
-def _read_as(kind: type[T], title: str, value: object, field: str, where: str) -> T:
+    If the field is null or blank, the list or object is empty.
+    """
     if isinstance(value, str) and value.strip():
         value = _from_json(value, field, where)
     value = kind() if isinstance(value, str) else value or kind()
     if not isinstance(value, kind):
-        raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not {title}", where)
+        raise BadRecordError(
+            f"field {field!r} holds {type(value).__name__}, not {'a list' if kind is list else 'an object'}", where
+        )
     return value
 
 
@@ -131,7 +127,7 @@ def _from_json(text: str, field: str, where: str) -> Any:
 def read_messages(value: object, field: str, where: str) -> list[dict[str, Any]]:
     """Return the messages in a field, which may hold them as JSON text."""
     if isinstance(value, str) and value.lstrip()[:1] in ("", "["):  # tables often hold messages as JSON text
-        value = read_list(value, field, where)
+        value = read_as(list, value, field, where)
     if not isinstance(value, list):
         raise BadRecordError(f"field {field!r} holds {type(value).__name__}, not a list of messages", where)
     return [read_message(message, field, where) for message in value]
@@ -145,7 +141,9 @@ def read_message(message: object, field: str, where: str) -> dict[str, Any]:
     role = (message.get("role") or message.get("from")) if isinstance(message, dict) else None
     if not isinstance(message, dict) or not isinstance(role, str):
         raise BadRecordError(
-            f"field {field!r} is a list, but not one of messages with `role` and `content`", where, NO_MESSAGES
+            f"field {field!r} is a list, but not one of messages with `role` and `content`",
+            where,
+            "a record with messages that lack a role or are no objects, left out",
         )
     known_role = _ALIASES.get(role.lower(), role.lower())
     if known_role not in _ROLES:
@@ -157,21 +155,20 @@ def read_message(message: object, field: str, where: str) -> dict[str, Any]:
     other_keys = {key: part for key, part in message.items() if key not in ("role", "from", "content", "value")}
     content = [{"content": message[key]} for key in ("content", "value") if key in message][:1]
     parts: dict[str, Any] = {"role": known_role, **(content[0] if content else {}), **other_keys}
-    if known_role not in _TOOLS:
-        _check_content(parts.get("content"), where)
+    said = parts.get("content")
+    is_said = said is None or isinstance(said, str) or (isinstance(said, list) and all(map(_is_text, said)))
+    if not is_said and known_role not in _TOOLS:
+        raise BadRecordError(
+            "a message's `content` must be text, or a list of parts of type `text`",
+            where,
+            "a record with message content other than text, left out",
+        )
     _check_flags(parts, where)
     if role.lower() in _CALLING_ROLES:
         return {**parts, "content": "", "tool_calls": _calls_in("".join(text_parts(parts)))}
     if isinstance(called := parts.get("tool_calls"), str):  # tables often hold calls as JSON text
         parts["tool_calls"] = _calls_in(called) if called.strip() else None
     return parts
-
-
-def _check_content(content: object, where: str) -> None:
-    if not (content is None or isinstance(content, str) or (isinstance(content, list) and all(map(_is_text, content)))):
-        raise BadRecordError(
-            "a message's `content` must be text, or a list of parts of type `text`", where, NO_TEXT_CONTENT
-        )
 
 
 def _check_flags(message: dict[str, Any], where: str) -> None:
@@ -367,9 +364,8 @@ def _end(texts: list[str], written: str, start: int) -> int:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """Yield, without white space, the ways in which a template may write `text`: some write tools' replies as JSON."""
-    for spelling in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
-        yield _without_spaces(spelling)
+    """Return, without white space, the ways in which a template may write `text`: some write tools' replies as JSON."""
+    return map(_without_spaces, (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]))
 
 
 def _without_spaces(text: str) -> str:

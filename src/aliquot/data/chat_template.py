@@ -23,7 +23,6 @@ from aliquot.data.chat_messages import functions_of, text_parts
 Messages = list[dict[str, Any]]
 Span = tuple[int, int]
 
-RESERVED = "a record whose chat_template_kwargs set a variable that aliquot sets, left out"
 CHANGED = "a record that the chat template accepts only"
 _GENERATION_MARKER = re.compile(r"{%-?\s*generation\s*-?%}")
 _CLOCK = "strftime_now"
@@ -95,7 +94,9 @@ class ChatTemplate:
         """
         tools, values = record.get("tools"), record.get("chat_template_kwargs", {})
         if reserved := _RESERVED & values.keys():
-            raise LeftOut(RESERVED, min(reserved))
+            raise LeftOut(
+                "a record whose chat_template_kwargs set a variable that aliquot sets, left out", min(reserved)
+            )
         source = tokenizer.template_for(tools)
         if day is None or not writes_date(source):
             return cls(tokenizer, source, tools, values, {})
@@ -110,15 +111,18 @@ class ChatTemplate:
 
     def render(self, messages: Messages, prompt: bool = False) -> str:
         """Return the text of `messages`; if `prompt` is true, with a generation prompt at its end."""
-        return self._render(messages, add_generation_prompt=prompt)[0]
+        return self.render_marked(messages, add_generation_prompt=prompt)[0]
 
-    def render_marked(self, messages: Messages) -> tuple[str, list[Span]]:
+    def render_marked(self, messages: Messages, **options: bool) -> tuple[str, list[Span]]:
         """Return the text of `messages`, and the spans inside {% generation %} blocks of the template.
 
-        The token mask that transformers computes is not used, because it is wrong if a tokenizer's offsets exclude the
+        `options` are those of transformers' `apply_chat_template`; return_assistant_tokens_mask asks for the spans. The
+        token mask that transformers computes is not used, because it is wrong if a tokenizer's offsets exclude the
         space before a word.
         """
-        return self._render(messages, return_assistant_tokens_mask=True)
+        variables = {"times": self.times, **self.tokenizer.variables, **self.values}
+        text, marks = in_template_process(render_chat, self.source, messages, self.tools, variables, options)
+        return text, marks
 
     def attempt(self, messages: Messages, prompt: bool = False) -> str | None:
         """Return the text of `messages`; None if the template raises an error for them."""
@@ -126,11 +130,6 @@ class ChatTemplate:
             return self.render(messages, prompt)
         except TemplateFailure:
             return None
-
-    def _render(self, messages: Messages, **options: bool) -> tuple[str, list[Span]]:
-        variables = {"times": self.times, **self.tokenizer.variables, **self.values}
-        text, marks = in_template_process(render_chat, self.source, messages, self.tools, variables, options)
-        return text, marks
 
     def stretches_as_text(self, text: str, messages: Messages) -> list[Span]:
         """Return the spans of `text`, which begins with the rendering of `messages`, to encode as ordinary text.
@@ -151,13 +150,8 @@ class ChatTemplate:
                 "a record of which the chat template changes the special tokens in its texts, left out: see"
                 " data.special_tokens_in_text"
             )
-        authors, at, inside = [], 0, False
-        for letter in marked_text:
-            if letter in _MARKS:
-                inside = letter == _MARKS[0]
-                authors += [at] if inside else []
-            else:
-                at += 1
+        marks = enumerate(re.finditer(f"[{_MARKS}]", marked_text))
+        authors = [mark.start() - marks_before for marks_before, mark in marks if mark[0] == _MARKS[0]]
         bounds = [0, len(text)]
         for match in special.finditer(text):
             bounds[-1:-1] = [] if match.start() in authors else match.span()

@@ -29,7 +29,6 @@ _CARDS = {"readme", "license", "licence", "notice", "citation", "contributing", 
 CARD = "a README, a license or the like next to records, left out"
 HIDDEN = "a hidden file or directory, left out"
 NO_FILE = "a device, pipe or socket, left out"
-DIRECTORY = "a directory that a pattern matches, left out"
 # Parts of the standard library that are no examples of good Python: tests, and tables of characters or help texts.
 NOT_OF_STDLIB = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data",
@@ -77,7 +76,7 @@ def find_files(entry: str, key: str, left_out: Counter[str]) -> list[Path]:
         if match.is_file():
             files.append(match)
         elif not (match.is_dir() and "**" in entry):  # a recursive pattern also matches the files inside
-            left_out[DIRECTORY if match.is_dir() else NO_FILE] += 1
+            left_out["a directory that a pattern matches, left out" if match.is_dir() else NO_FILE] += 1
     if not files:
         raise DataError(f"{key}: no file matches", entry)
     return files
@@ -220,15 +219,10 @@ def _refuse_no_text(start: bytes, path: Path) -> None:
     """
     if (message := pointer_message(start) or _name_of_format(start)) is not None:
         raise DataError(message, path)
-    even, odd = start[::2], start[1::2]
-    coding = None
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        coding = "UTF-16"
-    elif odd and even.count(0) * 2 > len(even) and not odd.count(0):
-        coding = "UTF-16BE"
-    elif odd and odd.count(0) * 2 > len(odd) and not even.count(0):
-        coding = "UTF-16LE"
-    if coding is not None:
+    halves = {"UTF-16BE": (start[::2], start[1::2]), "UTF-16LE": (start[1::2], start[::2])}  # high and low bytes
+    wide = (name for name, (high, low) in halves.items() if low and 0 not in low and high.count(0) * 2 > len(high))
+    is_marked = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    if coding := "UTF-16" if is_marked else next(wide, None):
         raise DataError(f"{coding} text, not UTF-8: convert it first (iconv -f {coding} -t UTF-8)", path)
 
 

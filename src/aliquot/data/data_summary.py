@@ -37,8 +37,8 @@ def header(batches: Batches, total_steps: int, held_out: Mapping[str, EvalBatche
         described = _described(stream.source.store, stream.packing, batches.format.length, share)
         lines += [f"{name}: {text}" for text in described]
         if stream.source.stream is not None:
-            begun = stream.known_share
-            lines.append(f"{name}: streamed; all these numbers are of its beginning, about {begun:.1%} of it")
+            share = f"{stream.known_share:.1%}"
+            lines.append(f"{name}: streamed; all these numbers are of its beginning, about {share} of it")
     for name, batches_of_source in held_out.items():
         described = _described(batches_of_source.store, batches_of_source.epoch.packing, batches.format.length)
         lines += [f"{f'evaluation, {name}' if name else 'evaluation'}: {text}" for text in described]
@@ -176,9 +176,8 @@ def examples(
         # The first token has no context to be predicted from.
         learned = stop - start - 1 if store.mask is None else int(store.mask[start + 1 : stop].sum())
         lengths = f"{count_of(stop - start, 'token')}, {count_of(learned, 'is', 'are')} learned"
-        number = f"{document + 1}"
-        if store.pairs:
-            number = f"{document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
+        pair = f"{document // 2 + 1}, {'rejected' if document % 2 else 'chosen'}"
+        number = pair if store.pairs else f"{document + 1}"
         if store.desirable is not None:
             number += ", desirable" if store.desirable[document] else ", undesirable"
         yield f"example {number}{name}: {lengths}"

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -29,23 +30,23 @@ Keys = npt.NDArray[np.uint64]
 AT_ONCE = 1 << 18  # elements in private memory at one time
 
 
+@dataclass
 class NewArrays:
     """Allocate flat arrays of zeros: in files of `directory`, or in private memory if `directory` is None.
 
     Disk space is allocated up front, because writing to a mapped page while the disk is full would kill the process.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self.arrays: dict[str, Array] = {}
+    directory: Path | None
+    arrays: dict[str, Array] = field(default_factory=dict)
 
     def keep(self, name: str, count: int, dtype: npt.DTypeLike) -> Array:
         """Allocate an array [count] that becomes part of the result."""
-        if self._directory is None:
+        if self.directory is None:
             array = np.zeros(count, dtype)
         else:
-            path = self._directory / f"{name}.npy"
-            check_space(self._directory, count * np.dtype(dtype).itemsize)
+            path = self.directory / f"{name}.npy"
+            check_space(self.directory, count * np.dtype(dtype).itemsize)
             mapped = np.lib.format.open_memmap(path, "w+", dtype, (count,))
             with path.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -55,10 +56,10 @@ class NewArrays:
 
     def scratch(self, count: int, dtype: npt.DTypeLike) -> Array:
         """Allocate a temporary array [count], in an unnamed file."""
-        if self._directory is None:
+        if self.directory is None:
             return np.zeros(count, dtype)
-        check_space(self._directory, count * np.dtype(dtype).itemsize)
-        with TemporaryFile(dir=self._directory) as file:
+        check_space(self.directory, count * np.dtype(dtype).itemsize)
+        with TemporaryFile(dir=self.directory) as file:
             os.posix_fallocate(file.fileno(), 0, count * np.dtype(dtype).itemsize)
             return np.asarray(np.memmap(file, dtype, "r+", shape=(count,)))
 

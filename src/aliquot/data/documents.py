@@ -17,20 +17,12 @@ PART_BYTES = 16 << 20  # a longer document is yielded in parts of this size
 NO_TEXT = "no text has any. Leave this file out, or remove them (tr -d '\\0')"
 HOLDS_NUL = "a text with NUL characters, left out"
 NO_RECORD = "a line or an element that is no JSON record, left out"
-KEY_TWICE = "a record in which a key stands twice, left out"
-HALF_CHARACTER = "a record with half of a surrogate pair, left out"
-ROW_OF_OTHER_LENGTH = "a row with more or fewer values than the header has names, left out"
 MISSING_FIELD = "a record without a field that the format needs, left out"
 WRONG_TYPE = "a record with a field of the wrong type, left out"
 UNKNOWN_FIELD = "a field in data.unused_fields that no record has"
-TOO_DEEP = "a record that nests too deeply, left out"
-NO_MESSAGES = "a record with messages that lack a role or are no objects, left out"
 UNKNOWN_ROLE = "a record with a role that no chat template knows, left out"
-NO_TEXT_CONTENT = "a record with message content other than text, left out"
 UNUSABLE_FLAG = "a record with a loss flag that cannot be obeyed, left out"
-NO_RATING = "a record whose label is neither true nor false, left out"
 UNCLEAR_PROMPT = "a pair whose prompt is in an unknown field, left out"
-EXCLUDED = "a record that its own loss flag excludes, left out"
 
 
 class BadRecordError(DataError, id="data"):

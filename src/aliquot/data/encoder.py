@@ -75,9 +75,7 @@ class Encoder:
 
     def encode(self, batch: Texts) -> Encoded:
         """Encode a batch of texts. Raises UserError if a conversation cannot be rendered."""
-        if self.spec.answers:
-            return self._encode_answers(batch.texts)
-        return self._encode_texts(batch)
+        return self._encode_answers(batch.texts) if self.spec.answers else self._encode_texts(batch)
 
     def _encode_texts(self, batch: Texts) -> Encoded:
         prefix, suffix = list(self.spec.prefix), list(self.spec.suffix)

@@ -76,5 +76,5 @@ class EvalBatches:
         size, stop = self.micro_batch_size, self.epoch.packing.sequences
         starts = (start for turn in turns for start in range(turn * world_size * size, stop, size)[:world_size])
         groups = (Group(0, start, range(start, min(start + size, stop))) for start in starts)
-        for _, micro_batch in layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at)):
-            yield micro_batch
+        micro_batches = layout.micro_batches(groups, rank, world_size, lambda _, at: self.epoch.sequence(at))
+        return (micro_batch for _, micro_batch in micro_batches)

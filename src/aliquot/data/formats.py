@@ -17,12 +17,8 @@ from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
 from aliquot.data.chat_messages import LOSS_FLAGS, is_excluded, is_message, read_text, text_parts, truth
 from aliquot.data.documents import (
-    EXCLUDED,
-    HALF_CHARACTER,
     MISSING_FIELD,
-    NO_RATING,
     NO_RECORD,
-    TOO_DEEP,
     UNCLEAR_PROMPT,
     UNKNOWN_FIELD,
     BadRecordError,
@@ -104,7 +100,7 @@ class Format:
         try:
             check_depth(record)
         except TooDeepError as error:
-            raise BadRecordError(f"{error} in this record", where, TOO_DEEP) from None
+            raise BadRecordError(f"{error} in this record", where, "a record that nests too deeply, left out") from None
         if self.elsewhere and all(record.get(name) in (None, "") for name in self.fields):
             foreign = next((fields for fields in self.elsewhere if all(record.get(name) for name in fields)), None)
             if foreign is not None:
@@ -134,8 +130,11 @@ class Format:
             return next(iter(self.prompts), None)
         filled = [name for name in self.prompts if record.get(name)]
         if len(filled) > 1 and filled[0] != "prompt":
-            message = f"{' and '.join(map(repr, filled))} may both hold the prompt: set {_KEYS[self.kind]}"
-            raise BadRecordError(message, where, UNCLEAR_PROMPT)
+            raise BadRecordError(
+                f"{' and '.join(map(repr, filled))} may both hold the prompt: set {_KEYS[self.kind]}",
+                where,
+                UNCLEAR_PROMPT,
+            )
         return next((name for name in (*filled, *self.prompts) if record.get(name) or record.get(name) == ""), None)
 
     def _unread(self, record: Mapping[str, Any], prompt: str | None) -> list[str]:
@@ -152,7 +151,9 @@ class Format:
         if self.kind == "text" and not isinstance(record[name], list):
             return read_text(record[name], name, where, "text or a list of messages")
         if self.kind != "text" and is_excluded(record, where):
-            raise BadRecordError("a loss flag of the record excludes it", where, EXCLUDED)
+            raise BadRecordError(
+                "a loss flag of the record excludes it", where, "a record that its own loss flag excludes, left out"
+            )
         if self.prompts:
             others = [*unread, *(["system"] if record.get("system") else [])]
             documents = read_answers(prompt, self.answers, record, others, where)
@@ -161,8 +162,11 @@ class Format:
         if self.kind == "rated" and documents:
             rating = truth(record[self.fields[-1]])
             if rating is None:
-                message = f"field {self.fields[-1]!r} must be true or false, not {record[self.fields[-1]]!r}"
-                raise BadRecordError(message, where, NO_RATING)
+                raise BadRecordError(
+                    f"field {self.fields[-1]!r} must be true or false, not {record[self.fields[-1]]!r}",
+                    where,
+                    "a record whose label is neither true nor false, left out",
+                )
             # Of a rated chat, the last message is rated.
             rated = {} if self.prompts else {"context": len(documents[0]["messages"]) - 1}
             return documents[0] | rated | {"label": rating}
@@ -195,7 +199,9 @@ class RecordReader:
             return left_out(error, done_bytes)
         except UnicodeEncodeError:
             message = "a field holds half of a surrogate pair, which is no text"
-            return left_out(BadRecordError(message, where, HALF_CHARACTER), done_bytes)
+            return left_out(
+                BadRecordError(message, where, "a record with half of a surrogate pair, left out"), done_bytes
+            )
         notes = document.notes
         if self.unread_columns and not document.blank:
             notes += ((UNREAD_COLUMNS, ", ".join(self.unread_columns)),)
@@ -221,14 +227,10 @@ def _format_of_record(section: RecordsSection, record: dict[str, Any], where: st
         return format_of(section, record, where)
     except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        key = next(
-            (
-                key
-                for key, value in lists.items()
-                if all(isinstance(item, dict) and not is_message(item) for item in value)
-            ),
-            None,
+        of_objects = (
+            key for key in lists if all(isinstance(item, dict) and not is_message(item) for item in lists[key])
         )
+        key = next(of_objects, None)
         if key is None:
             raise
         raise BadRecordError(

@@ -14,7 +14,7 @@ from aliquot.config.data_section import RecordsSection
 from aliquot.core.decode import TooDeepError, UniqueKeys, check_json_depth, decode_json
 from aliquot.core.errors import DataError
 from aliquot.data.data_files import LONGEST_RECORD, lines_within_limit, not_text, opened, too_long
-from aliquot.data.documents import KEY_TWICE, NO_RECORD, BadRecordError, Document, repeated_name
+from aliquot.data.documents import NO_RECORD, BadRecordError, Document, repeated_name
 from aliquot.data.formats import RecordReader
 
 LONGEST_BYTES = 64 << 20  # of a file with one JSON object over several lines, which is read as a whole
@@ -61,8 +61,9 @@ def _record_in(line: bytes, where: str) -> object:
             error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip())
         )
         if is_cut and not line.endswith(b"\n"):
-            message = f"the last record is cut off ({error}): a part of the file is missing. Fetch it again"
-            raise DataError(message, where) from error
+            raise DataError(
+                f"the last record is cut off ({error}): a part of the file is missing. Fetch it again", where
+            ) from error
         raise BadRecordError(f"not a JSON record ({error}); write one record a line", where, NO_RECORD) from error
     return _unambiguous(record, keys, where)
 
@@ -70,7 +71,9 @@ def _record_in(line: bytes, where: str) -> object:
 def _unambiguous(record: object, keys: UniqueKeys, where: str) -> object:
     """Return the record. Raises BadRecordError if `keys` has recorded a repeated key."""
     if keys.repeated is not None:
-        raise BadRecordError(repeated_name("key", *keys.repeated), where, KEY_TWICE)
+        raise BadRecordError(
+            repeated_name("key", *keys.repeated), where, "a record in which a key stands twice, left out"
+        )
     return record
 
 

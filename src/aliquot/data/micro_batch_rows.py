@@ -61,14 +61,13 @@ class SequenceFormat:
 
     def with_objective(self, objective: Objective, stores: Iterable[TokenStore]) -> SequenceFormat:
         """Return this format for a loss of answers. Raises UserError if one of `stores` has no such answers."""
-        kind, fields = "pairs of answers", "prompt, chosen and rejected"
-        if objective.rates_answers:
-            kind, fields = "rated answers", "prompt, completion and label"
+        pairs, rated = ("pairs of answers", "chosen and rejected"), ("rated answers", "completion and label")
+        kind, fields = rated if objective.rates_answers else pairs
         for store in stores:
             if not (store.desirable is not None if objective.rates_answers else store.pairs):
                 raise DataError(
                     f"train.objective: {objective.name} needs {kind}, and these are plain text: give records with the"
-                    f" fields {fields}"
+                    f" fields prompt, {fields}"
                 )
             if store.prompts is not None and (store.prompts == store.prompts[0]).all():
                 raise DataError(
@@ -135,8 +134,7 @@ class Layout:
             return row
         row = replace(row, answers=self._answers(objective, store, pieces, row))
         if store.desirable is not None:
-            starts = [start for start, _ in pieces if start >= 0]
-            row = replace(row, mismatched=self._mismatched(store, starts, calls))
+            row = replace(row, mismatched=self._mismatched(store, [start for start, _ in pieces if start >= 0], calls))
         return row
 
     def _mismatched(self, store: TokenStore, starts: list[int], calls: int) -> MicroBatch:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,12 +225,12 @@ def best_fit(histogram: Ints, sequence_length: int, packing: bool = True) -> lis
     return placements
 
 
+@dataclass
 class _Rooms:
     """Ranges of sequence numbers, sorted by the free space (`room`, in tokens) in each sequence of a range."""
 
-    def __init__(self) -> None:
-        self.ascending: list[int] = []
-        self.ranges: dict[int, list[tuple[int, int]]] = {}
+    ascending: list[int] = field(default_factory=list)
+    ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, room: int, first: int, stop: int) -> None:
         if first == stop or room == 0:

@@ -287,8 +287,7 @@ class _Builder:
         ingredients = [*self._ingredients(source.stream_digest), *self._answer_ingredients]
         directory = self._path([*ingredients, "segments", *layout])
         spec, cut = self._encoding(source)
-        encoders = EncoderPool(spec, section.num_proc or 1)
-        maker = SegmentMaker(directory, source, cut, self._dtype, encoders, layout)
+        maker = SegmentMaker(directory, source, cut, self._dtype, EncoderPool(spec, section.num_proc or 1), layout)
         maker.make(0, lambda done_bytes: progress(done_bytes, source.total_bytes))
         first = Segment.read(segment_directory(directory, 0))
         if first is None or first.tokens == 0:

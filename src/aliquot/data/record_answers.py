@@ -23,10 +23,9 @@ from typing import Any
 from aliquot.data.chat_messages import (
     UNREADABLE_CALL,
     has_readable_calls,
-    read_list,
+    read_as,
     read_message,
     read_messages,
-    read_object,
     read_text,
     read_text_or_messages,
     text_parts,
@@ -132,11 +131,11 @@ def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def _history(record: Mapping[str, Any], where: str) -> Messages:
     messages = []
-    for turn in read_list(record.get("history"), "history", where):
+    for turn in read_as(list, record.get("history"), "history", where):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadRecordError("field 'history' must be a list of pairs: a question, and its answer", where)
-        for role, text in zip(("user", "assistant"), turn, strict=True):
-            messages.append({"role": role, "content": read_text(text, "history", where)})
+        said = zip(("user", "assistant"), turn, strict=True)
+        messages += [{"role": role, "content": read_text(text, "history", where)} for role, text in said]
     return messages
 
 
@@ -159,6 +158,6 @@ def _template_values(record: Mapping[str, object], where: str) -> dict[str, Any]
 
     Tables often hold both as JSON text.
     """
-    tools = read_list(record.get("tools"), "tools", where)
-    values = read_object(record.get("chat_template_kwargs"), "chat_template_kwargs", where)
+    tools = read_as(list, record.get("tools"), "tools", where)
+    values = read_as(dict, record.get("chat_template_kwargs"), "chat_template_kwargs", where)
     return {name: value for name, value in (("tools", tools), ("chat_template_kwargs", values)) if value}

@@ -86,10 +86,8 @@ def find_remote(url: str, key: str, left_out: Counter[str], cache: Path) -> list
     versions = store.find(name)
     if is_pattern:
         names = _matching(versions, "/".join(parts[len(above) :]), key, url)
-    elif name in versions:
-        names = [name]
     else:
-        names = _in_directory(versions, name, left_out)
+        names = [name] if name in versions else _in_directory(versions, name, left_out)
     if not names:
         reason = "no file matches" if is_pattern else "no such file, and no directory with data"
         raise DataError(f"{key}: {reason}", url)

@@ -25,7 +25,6 @@ from aliquot.data.data_files import (
 from aliquot.data.documents import (
     HOLDS_NUL,
     NO_TEXT,
-    ROW_OF_OTHER_LENGTH,
     BadRecordError,
     Document,
     repeated_name,
@@ -55,8 +54,11 @@ def csv_documents(path: Path, section: RecordsSection) -> Iterator[Document]:
 
 def _record_of_row(names: list[str], row: list[str], where: str) -> dict[str, str]:
     if len(row) != len(names):
-        message = f"{len(row)} values, but the first line names {len(names)}"
-        raise BadRecordError(message, where, ROW_OF_OTHER_LENGTH)
+        raise BadRecordError(
+            f"{len(row)} values, but the first line names {len(names)}",
+            where,
+            "a row with more or fewer values than the header has names, left out",
+        )
     if any("\0" in value for value in row):
         raise BadRecordError(f"a NUL byte: {NO_TEXT}", where, HOLDS_NUL)
     return dict(zip(names, row, strict=True))

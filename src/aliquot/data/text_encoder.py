@@ -10,7 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import call
+from itertools import groupby
+from operator import call, itemgetter
 from typing import Any, Literal
 
 from aliquot.core.errors import TokenizerError
@@ -18,9 +19,7 @@ from aliquot.core.template_process import in_template_process
 from aliquot.data.chat import ANSWERS_NOT_WRITTEN, TEMPLATE_LEAVES_OUT, Notes, RecordLayout, lay_out
 from aliquot.data.chat_template import LeftOut, Span, TokenizerFacts
 
-NOTHING_LEARNED = "a record in which nothing is learned, left out"
 NO_END = "a record in which no answer ends with a special token: nothing in it teaches a model to stop"
-EQUAL_ANSWERS = "a pair of two equal answers, left out"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class TextEncoder:
         documents = [(ids, mask) for ids, mask, _ in encoded]
         if self._spec.pairs:
             if documents[0] == documents[1]:
-                raise LeftOut(EQUAL_ANSWERS)
+                raise LeftOut("a pair of two equal answers, left out")
             # The first token of a document is no label, because nothing precedes it.
             documents = [(ids, [0, *mask[1:]]) for ids, mask in documents]
         return documents, {reason: detail for _, _, notes in encoded for reason, detail in notes.items()}
@@ -94,20 +93,24 @@ class TextEncoder:
         elif not self.ends(ids, mask):
             notes[NO_END] = ""
         if not any(mask[1:]):
-            raise LeftOut(ANSWERS_NOT_WRITTEN if TEMPLATE_LEAVES_OUT in notes else NOTHING_LEARNED)
+            raise LeftOut(
+                ANSWERS_NOT_WRITTEN
+                if TEMPLATE_LEAVES_OUT in notes
+                else "a record in which nothing is learned, left out"
+            )
         return ids, mask, notes
 
     def ends(self, ids: list[int], mask: list[int]) -> bool:
         """Return whether a learned stretch ends with a special token. White space after the token does not count."""
-        words_follow = False
-        for number, bit in zip(reversed(ids), reversed(mask), strict=True):
-            if not bit or words_follow:
-                words_follow = words_follow and bool(bit)
-            elif number in self._ids:
+        for bit, stretch in groupby(zip(mask, ids, strict=True), key=itemgetter(0)):
+            tokens = (number for _, number in reversed(list(stretch)) if bit)
+            last = next((number for number in tokens if number in self._ids or self._is_word(number)), None)
+            if last in self._ids:
                 return True
-            else:
-                words_follow = bool(self._tokenizer.decode([number]).strip())
         return False
+
+    def _is_word(self, number: int) -> bool:
+        return bool(self._tokenizer.decode([number]).strip())
 
     def encode(self, text: str, spans: list[Span] | None, stretches: list[Span]) -> tuple[list[int], list[int]]:
         """Return (token ids, mask) of `text`. The mask is 1 at tokens that overlap `spans`; at all tokens for None.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -148,12 +149,13 @@ class TokenStore:
         return self.offsets[::2] if self.pairs else self.offsets
 
 
-class StoreWriter:
+class StoreWriter(ExitStack):
     """Write the files of a token store, document after document."""
 
     def __init__(
         self, directory: Path, dtype: np.dtype[Any], answers: bool, pairs: bool = False, rated: bool = False
     ) -> None:
+        super().__init__()
         self.directory, self.dtype, self.answers, self.pairs, self.rated = directory, dtype, answers, pairs, rated
         self.formats: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
@@ -163,18 +165,9 @@ class StoreWriter:
         self.useful = 0  # number of documents with a token to predict
         self.end = 0  # index of the token after the last complete document
         self.text_bytes: int | None = 0
-        self.files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> StoreWriter:
-        names = ["tokens", "offsets", *(["mask"] if self.answers else [])]
-        names += ["desirable", "prompts"] if self.rated else []
-        self.files = {name: (self.directory / f"{name}.bin").open("wb") for name in names}
+        names = ["tokens", "offsets", *(["mask"] if answers else []), *(["desirable", "prompts"] if rated else [])]
+        self.files = {name: self.enter_context((directory / f"{name}.bin").open("wb")) for name in names}
         self.files["offsets"].write(np.zeros(1, np.int64).tobytes())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.files.values():
-            file.close()
 
     def leave_out(self, reason: str, count: int, first: str) -> None:
         """Count `count` records that are left out for `reason`; `first` is the place of the first one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -25,7 +25,6 @@ from aliquot.machine.memory import memory_limit
 Progress = Callable[[int, int], None]  # (bytes done, bytes of the source)
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_TEXTS = 8192
-BLANK = "a blank record, left out"
 INEXACT_CUT = (
     "a stretch of text without an exact place for a cut, too long to be encoded whole: one or two tokens at the cut may"
     " differ"
@@ -64,18 +63,17 @@ def tokenize(
     return writer
 
 
+@dataclass
 class EncoderPool:
     """Encodes chunks in worker processes, which begin with the first chunks and end with `close`.
 
     If there is only one chunk, this process encodes it.
     """
 
-    def __init__(self, spec: EncoderSpec, num_proc: int | None) -> None:
-        """`num_proc`: number of workers. Default: the physical cores of this process, if the memory suffices."""
-        self.spec = spec
-        self._num_proc = num_proc
-        self._workers: list[EncoderProcess] = []
-        self._encoder: Encoder | None = None
+    spec: EncoderSpec
+    num_proc: int | None  # number of workers; None: the physical cores of this process, if the memory suffices
+    _workers: list[EncoderProcess] = field(default_factory=list)
+    _encoder: Encoder | None = None
 
     def close(self) -> None:
         for worker in self._workers:
@@ -94,7 +92,7 @@ class EncoderPool:
             yield chunk, self._encoder.encode(chunk.texts)
 
     def _encode_in_workers(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        while len(self._workers) < (self._num_proc or _cores()):
+        while len(self._workers) < (self.num_proc or _cores()):
             self._workers.append(EncoderProcess(self.spec))
         idle = list(self._workers)
 
@@ -129,7 +127,9 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
     begins = True
     for document in documents:
         if document.blank and not held:
-            writer.leave_out(document.reason or BLANK, 1, document.where if document.reason else "")
+            writer.leave_out(
+                document.reason or "a blank record, left out", 1, document.where if document.reason else ""
+            )
             continue
         for reason, detail in document.notes:
             writer.leave_out(reason, 1, ": ".join(filter(None, (document.where, detail))))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from aliquot.config.data_section import CHAT_TEMPLATES, NO_TOKENIZER, DataSection, fitting_templates
-from aliquot.core.errors import MissingToolError, ModelFilesError, TokenizerError, UnsupportedModelError
+from aliquot.core.errors import MissingToolError, ModelFilesError, TokenizerError, UnsupportedModelError, reason_of
 from aliquot.core.small_files import (
     hub_advice,
     pointer_message,
@@ -87,11 +87,7 @@ def load_tokenizer(name: str | Path) -> Any:
                 " sentencepiece is not installed: pip install sentencepiece"
             ) from error
         advice = "" if path.exists() else f". {hub_advice(str(name))}"
-        raise TokenizerError(f"cannot load a tokenizer: {_reason(error)}{advice}", name) from error
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+        raise TokenizerError(f"cannot load a tokenizer: {reason_of(error)}{advice}", name) from error
 
 
 def _needs_sentencepiece(directory: Path, starts: Mapping[Path, bytes]) -> bool:
@@ -291,9 +287,8 @@ def as_loaded_with(tokenizer: Any, config: Mapping[str, Any]) -> Any:
         try:
             loaded = without_code(AutoTokenizer.from_pretrained)(directory)
         except Exception as error:  # tokenizers raises plain Exception
-            kind = config.get("model_type")
             raise TokenizerError(
-                f"transformers cannot load this tokenizer for a {kind} model: {_reason(error)}"
+                f"transformers cannot load this tokenizer for a {config.get('model_type')} model: {reason_of(error)}"
             ) from error
     same = all(tokenizer.encode(text) == loaded.encode(text) for text in _SAMPLE_TEXTS)
     return tokenizer if same and len(tokenizer) == len(loaded) else loaded
