@@ -186,9 +186,8 @@ def compressible(model: PreTrainedModel) -> frozenset[str]:
     modules = dict(model.named_modules())
     blocks = {_block(path) for path, module in modules.items() if weights_of(module) is not None}
     chosen = {id(weight) for module in modules.values() for weight in weights_of(module) or ()}
-    for path, module in modules.items():
-        if _is_plain_linear(module) and _block(path) not in blocks:
-            chosen.add(id(module.weight))
+    linear = (module for path, module in modules.items() if _is_plain_linear(module) and _block(path) not in blocks)
+    chosen |= {id(module.weight) for module in linear}
     users = Counter(id(weight) for layer in decoder_layers(model) for weight in set(layer.parameters()))
     exact = fp32_weights(model)
     names = frozenset(
@@ -275,8 +274,7 @@ class MergedWeights:
                 stored = names.matched(source.entries, [*starts])
             if not stored or len(stored) < len(starts):
                 raise WeightsFileError(f"no weight {weight} here, which the adapter changes", self._directory)
-            for name, start in starts.items():
-                self._changes[stored[name].name] = (change, start)
+            self._changes |= {stored[name].name: (change, start) for name, start in starts.items()}
 
     def files(self, adapter_files: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the configuration files of the base model and the tokenizer files of the adapter."""

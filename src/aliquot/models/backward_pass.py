@@ -89,9 +89,13 @@ def copy_in_backward(model: nn.Module, copies: bool = True) -> None:
     """
     for module in model.modules():
         # Changing the class, as FSDP2 does, keeps parameters, hooks and names.
-        if copies and type(module) is nn.Linear and module.weight.requires_grad:
-            if copy_pays(module.out_features, _MANY_TOKENS, module.in_features):
-                module.__class__ = CopyingLinear
+        if (
+            copies
+            and type(module) is nn.Linear
+            and module.weight.requires_grad
+            and copy_pays(module.out_features, _MANY_TOKENS, module.in_features)
+        ):
+            module.__class__ = CopyingLinear
         elif not copies and type(module) is CopyingLinear:
             module.__class__ = nn.Linear  # type: ignore[assignment]
 

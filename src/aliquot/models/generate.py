@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import StoppingCriteria, TextIteratorStreamer
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG, adapter_base_model
-from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, resource_error
+from aliquot.core.errors import ModelFilesError, TokenizerError, UsageError, reason_of, resource_error
 from aliquot.core.template_process import TemplateFailure, in_template_process, render_chat
 from aliquot.machine.matmul import faster_precision_here
 from aliquot.models.adapter import STEM
@@ -25,11 +26,6 @@ from aliquot.models.source import local_directory
 from aliquot.models.untrusted_code import without_code
 from aliquot.tensor_io.bytemap import ByteMap
 from aliquot.tensor_io.manifest import STATE
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import GenerationConfig
-
 
 Messages = Sequence[Mapping[str, str]]
 Tool = Mapping[str, Any]  # a function that the model may call, in OpenAI's format
@@ -90,7 +86,7 @@ class Loaded:
             if resource_error(error) is not None:
                 raise
             raise ModelFilesError(
-                f"transformers cannot generate with this model: {' '.join(str(error).split())[:300]} (see its"
+                f"transformers cannot generate with this model: {reason_of(error)} (see its"
                 " config.json and generation_config.json)",
                 self.model.name_or_path,
             ) from error
@@ -143,8 +139,7 @@ def load(directory: Path, base: str | None = None) -> Loaded:
     except Exception as error:  # safetensors, tokenizers and transformers each raise their own types of errors
         if not any(directory.glob("*token*")):
             raise ModelFilesError("no tokenizer here: copy it next to the model", directory) from error
-        reason = " ".join(str(error).split())
-        raise ModelFilesError(f"transformers cannot load this model: {reason}", directory) from error
+        raise ModelFilesError(f"transformers cannot load this model: {reason_of(error, 10_000)}", directory) from error
     return Loaded(model, tokenizer, trained_tokens(directory, "prefix"), trained_tokens(directory, "chat_prefix"))
 
 
@@ -154,8 +149,6 @@ def _one_by_one(model_config: GenerationConfig) -> GenerationConfig:
     Of `model_config` it keeps special tokens, sampling limits and penalties. It drops beam search, assistant models,
     lengths and output formats.
     """
-    from transformers import GenerationConfig
-
     config = GenerationConfig()
     for name in (*_ENDS, *_DRAWN_FROM, *_LESS_LIKELY):
         if (value := getattr(model_config, name, None)) is not None:
@@ -211,10 +204,8 @@ def continuation(
     check_text(prompt)
     if chat:
         ids_of_prompt = chat_ids(tokenizer, [{"role": "user", "content": prompt}], prefix)
-    elif prefix is None:
-        ids_of_prompt = tokenizer.encode(prompt)
     else:
-        ids_of_prompt = [*prefix, *tokenizer.encode(prompt, add_special_tokens=False)]
+        ids_of_prompt = [*(prefix or ()), *tokenizer.encode(prompt, add_special_tokens=prefix is None)]
     if not ids_of_prompt:
         raise UsageError("an empty prompt, and training put no token before a document: there is nothing to continue")
     if context_length is not None and len(ids_of_prompt) >= context_length:
@@ -323,29 +314,25 @@ class Chat:
                 " begin a new one"
             )
         streamer = TextIteratorStreamer(self._loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, failed = _Stop(), []
+        stop, pieces = _Stop(), []
         options = {"streamer": streamer, "stopping_criteria": [stop], **self._options, "max_new_tokens": longest}
 
         def generate() -> None:
             try:
                 self._loaded.generate(torch.tensor([ids]), **options)
-            except Exception as error:  # the thread that reads the streamer re-raises the error, instead of waiting
-                failed.append(error)
-                streamer.end()
+            finally:
+                streamer.end()  # after an error, too: the loop below would otherwise wait for ever
 
-        thread = threading.Thread(target=generate, name="aliquot-chat", daemon=True)
-        pieces: list[str] = []
-        thread.start()
-        try:
-            for piece in streamer:
-                pieces.append(piece)
-                yield piece
-        finally:
-            stop.requested = True
-            thread.join()
-            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(1, thread_name_prefix="aliquot-chat") as thread:
+            generated = thread.submit(generate)
+            try:
+                for piece in streamer:
+                    pieces.append(piece)
+                    yield piece
+            finally:
+                stop.requested = True
+                self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        generated.result()
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

@@ -25,6 +25,7 @@ from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
 from aliquot.models.packed_experts import fill_packed, packed_weights
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
+from aliquot.models.traits import one_thread
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
 from aliquot.tensor_io.header import TensorEntry
 from aliquot.tensor_io.manifest import STATE, read_state
@@ -130,8 +131,7 @@ def load_adapter(
         names = {name for name, _ in expected}
         known = {name: stored[name] for name in names & stored.keys()}
         check_tensors(expected, known, directory, sorted(stored.keys() - names))
-        target = store if is_checkpoint else PublishedParts(store, saves)
-        fill(target, {"weight": stored}, check=_check_finite)
+        fill(store if is_checkpoint else PublishedParts(store, saves), {"weight": stored}, check=_check_finite)
 
     gather_results(ranks, read)
 
@@ -240,18 +240,14 @@ def _sums(entry: TensorEntry, width: int, start: int, stop: int, drawn_from: str
     seed = int.from_bytes(hashlib.sha256(drawn_from.encode()).digest()[:8], "little")
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(count + 1, width + 1, dtype=torch.float64)
-    threads, step = torch.get_num_threads(), max(1, _BLOCK_NUMEL // width)
-    torch.set_num_threads(1)  # the last digits of a product depend on the number of threads
-    try:
-        with RangeReader() as reader:
-            for first in range(start, stop, step):
-                number = min(step, stop - first)
-                stored = torch.empty(number * width)
-                reader.read(entry, first * width, stored)
-                values = torch.cat([stored.view(number, width).double(), torch.ones(number, 1).double()], dim=1)
-                drawn = torch.randn(number, count, generator=generator, dtype=torch.float64)
-                total[:-1] += drawn.T @ values
-                total[-1] += values.sum(0)
-    finally:
-        torch.set_num_threads(threads)
+    step = max(1, _BLOCK_NUMEL // width)
+    with one_thread(), RangeReader() as reader:  # the last digits of a product depend on the number of threads
+        for first in range(start, stop, step):
+            number = min(step, stop - first)
+            stored = torch.empty(number * width)
+            reader.read(entry, first * width, stored)
+            values = torch.cat([stored.view(number, width).double(), torch.ones(number, 1).double()], dim=1)
+            drawn = torch.randn(number, count, generator=generator, dtype=torch.float64)
+            total[:-1] += drawn.T @ values
+            total[-1] += values.sum(0)
     return total

@@ -5,20 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from aliquot.core.errors import UnsupportedModelError
+from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.experts.expert_modules import note_balance
+from aliquot.nn.head_loss import Chosen
 from aliquot.nn.logits_gradient import IGNORE, token_cross_entropy, token_entropies
+from aliquot.nn.preference_loss import Answers
 from aliquot.nn.token_loss import TokenLoss
-
-if TYPE_CHECKING:
-    from aliquot.nn.attention.document_attention import Documents
-    from aliquot.nn.head_loss import Chosen
-    from aliquot.nn.preference_loss import Answers
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -76,9 +74,8 @@ def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tenso
     if not documents.router_logits:
         return summed
     # Search the modules of all base classes, because FSDP2 replaces the model's class by a subclass.
-    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
-    functions = [getattr(module, "load_balancing_loss_func", None) for module in modules]
-    balance = next((function for function in functions if function is not None), None)
+    modules = (vars(sys.modules[kind.__module__]) for kind in type(model).__mro__)
+    balance = next(filter(None, (module.get("load_balancing_loss_func") for module in modules)), None)
     coefficient = getattr(model, "router_aux_loss_coef", None)
     if balance is None or coefficient is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no loss for output_router_logits: set it to false")

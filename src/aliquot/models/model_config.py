@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.adapter_section import ADAPTER_CONFIG
 from aliquot.core.decode import read_json_object
-from aliquot.core.errors import ModelFilesError, UnsupportedModelError
+from aliquot.core.errors import ModelFilesError, UnsupportedModelError, reason_of
 from aliquot.models.narrow import is_dropout
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def parse_config(values: dict[str, Any], where: str) -> PretrainedConfig:
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:  # each configuration checks itself in its own way
-        reason = " ".join(str(error).split())[:300]
-        raise ModelFilesError(f"not a valid {model_type} configuration: {reason}", where) from error
+        raise ModelFilesError(f"not a valid {model_type} configuration: {reason_of(error)}", where) from error
     config = _text_part(config, values, where)
     _refuse_out_of_scope(config, where)
     _refuse_empty_window(config, where)

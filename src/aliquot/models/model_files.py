@@ -214,12 +214,10 @@ def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:
     whole = rope.get("full_attention") if isinstance(rope.get("full_attention"), dict) else rope
     if not isinstance(whole, dict) or "rope_theta" not in whole:
         return fields
-    old: dict[str, Any] = {"rope_theta": whole["rope_theta"]}
+    old = {key: whole[key] for key in ("rope_theta", "partial_rotary_factor") if key in whole}
     if isinstance(local, dict) and "rope_theta" in local:
         old["rope_local_base_freq"] = local["rope_theta"]
-    if "partial_rotary_factor" in whole:
-        old["partial_rotary_factor"] = whole["partial_rotary_factor"]
-    scaling = {key: value for key, value in whole.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    scaling = {key: value for key, value in whole.items() if key not in old}
     if scaling.get("rope_type", "default") != "default" and (
         whole is rope or fields.get("model_type") in _SCALES_WHOLE
     ):

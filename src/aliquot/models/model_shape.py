@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,27 +77,19 @@ class ModelShape:
     def layers(self) -> int:
         return sum(len(kind.positions) for kind in self.kinds)
 
-    def padded_groups(self, ranks: int) -> list[int]:
+    def padded_groups(self, ranks: int, learned: bool = False) -> list[int]:
         """Return the number of elements of each group of weights that engine fsdp all-gathers together.
 
         Each weight is padded to equal shards. The groups are, in the order of the forward pass: the root (embedding,
-        final norm and the like), each layer, and the untied head.
+        final norm and the like), each layer, and the untied head. With `learned`, only trained elements count.
         """
-        head = [] if self.head is None else [_padded([self.head], ranks)]
-        layers = self._by_layer([_padded(kind.weights, ranks) for kind in self.kinds])
-        return [_padded([self.embedding, *self.rest], ranks), *layers, *head]
-
-    def learned_padded_groups(self, ranks: int) -> list[int]:
-        """Return the number of trained elements of each group that `padded_groups` counts."""
-        head = [] if self.head is None else [_padded([self.head] if self.head_learns else [], ranks)]
-        layers = self._by_layer([_padded(kind.learned, ranks) for kind in self.kinds])
-        embedding = [self.embedding] if self.embedding_learns else []
-        return [_padded([*embedding, *(self.rest if self.rest_learns else ())], ranks), *layers, *head]
-
-    def _by_layer(self, kind_values: Sequence[int]) -> list[int]:
-        """Expand one value per kind of layer to one value per layer, in the order of the layers."""
-        layer_values = {at: value for kind, value in zip(self.kinds, kind_values, strict=True) for at in kind.positions}
-        return [layer_values[at] for at in sorted(layer_values)]
+        embedding = [self.embedding] if self.embedding_learns or not learned else []
+        rest = self.rest if self.rest_learns or not learned else ()
+        layers = {at: kind.learned if learned else kind.weights for kind in self.kinds for at in kind.positions}
+        groups: list[Sequence[Shape]] = [[*embedding, *rest], *(layers[at] for at in sorted(layers))]
+        if self.head is not None:
+            groups.append([self.head] if self.head_learns or not learned else [])
+        return [sum(padded_share(weight, ranks) * ranks for weight in group) for group in groups]
 
 
 def numel(shape: Shape) -> int:
@@ -107,7 +99,3 @@ def numel(shape: Shape) -> int:
 def padded_share(shape: Shape, ranks: int) -> int:
     """Return the number of elements of a weight's largest shard, which has ceil(rows / ranks) rows."""
     return -(-(shape[0] if shape else 1) // ranks) * math.prod(shape[1:])
-
-
-def _padded(weights: Iterable[Shape], ranks: int) -> int:
-    return sum(padded_share(weight, ranks) * ranks for weight in weights)

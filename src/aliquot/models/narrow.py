@@ -129,10 +129,9 @@ def _narrowed(values: dict[str, Any]) -> dict[str, Any]:
             }
         elif isinstance(value, dict) and key not in _NOT_NARROWED:
             narrow_values[key] = _narrowed(value)
-        elif key in _LAYERS and isinstance(value, int):
-            narrow_values[key] = len(positions)
         else:
-            narrow_values[key] = _small(key, value, heads)
+            is_count = key in _LAYERS and isinstance(value, int)
+            narrow_values[key] = len(positions) if is_count else _small(key, value, heads)
     return {**narrow_values, **_derived(values, narrow_values, len(positions))}
 
 

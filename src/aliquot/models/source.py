@@ -73,9 +73,9 @@ class ModelSource:
             self.config.vocab_size = _whole_blocks(largest + 1)
         for key in SPECIAL:
             if key not in self.configured_keys and not self._adopt(key, getattr(tokenizer, key)):
-                kind = self.config.model_type
                 raise ModelFilesError(
-                    f"{kind} needs {key}, and the tokenizer has none: set {key} in model.config", "model.config"
+                    f"{self.config.model_type} needs {key}, and the tokenizer has none: set {key} in model.config",
+                    "model.config",
                 )
 
     def assume_vocabulary(self, size: int) -> None:

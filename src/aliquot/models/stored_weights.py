@@ -89,11 +89,8 @@ class StoredNames:
 
     def matched(self, stored: Mapping[str, TensorEntry], names: Sequence[str]) -> dict[str, TensorEntry]:
         """Return the stored tensor for each weight in `names`; weights without a stored tensor are omitted."""
-        entries = {}
-        for name in names:
-            match = next((candidate for candidate in (name, name.partition(".")[2]) if candidate in stored), None)
-            if match is not None:
-                entries[name] = stored[match]
+        stored_names = {name: name if name in stored else name.partition(".")[2] for name in names}
+        entries = {name: stored[stored_name] for name, stored_name in stored_names.items() if stored_name in stored}
         if absent := [name for name in names if name not in entries]:
             used = {entry.name for entry in entries.values()}
             entries |= self._renamed({name: entry for name, entry in stored.items() if name not in used}, absent)

@@ -108,28 +108,24 @@ def compute_buffers(model: nn.Module) -> None:
     on_meta = {name: buffer for name, buffer in saved_buffers(model).items() if buffer.is_meta}
     replace_tensors(model, {name: torch.empty_like(buffer, device="cpu") for name, buffer in on_meta.items()})
     saved = model.state_dict().keys()
-    owners = {}
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            full_name = f"{path}.{name}".removeprefix(".")
-            if buffer.is_meta and full_name in saved:
-                raise UsageError(f"buffer {full_name} of the model is on the meta device: give it a value first")
-            if buffer.is_meta:
-                owners[full_name] = module
+    computed = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta]
+    for name in computed:
+        if name in saved:
+            raise UsageError(f"buffer {name} of the model is on the meta device: give it a value first")
+    owners = {model.get_submodule(name.rpartition(".")[0]) for name in computed}
     # An outer module may set the buffers of an inner module, so inner modules are initialised first.
     submodules = [(module, set(module.modules())) for module in model.modules()]
-    owning = [module for module, within in reversed(submodules) if not within.isdisjoint(owners.values())]
+    owning = [module for module, within in reversed(submodules) if not within.isdisjoint(owners)]
     results = []
     for filling in (0, 1):  # a buffer that keeps the filling in part or as a whole is not computed by the model
-        for full_name, module in owners.items():
-            name = full_name.rpartition(".")[2]
-            setattr(module, name, torch.full_like(getattr(module, name), filling, device="cpu"))
+        filled = {name: torch.full_like(model.get_buffer(name), filling, device="cpu") for name in computed}
+        replace_tensors(model, filled)
         if hasattr(model, "_init_weights"):
             with torch.no_grad():
                 for module in owning:
                     initialize_module(model, module)
-        results.append({name: model.get_buffer(name).clone() for name in owners})
-    unset = [name for name in owners if not torch.equal(*(values[name] for values in results))]
+        results.append({name: model.get_buffer(name).clone() for name in computed})
+    unset = [name for name in computed if not torch.equal(*(values[name] for values in results))]
     if unset:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not compute its buffers {', '.join(unset)}: give them values first"

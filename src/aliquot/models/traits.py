@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aliquot.core.errors import UnsupportedModelError
+from aliquot.core.errors import UnsupportedModelError, reason_of
 from aliquot.models import model_calls
 from aliquot.models.narrow import VOCABULARY, built, narrow, without_dropout
 from aliquot.nn.attention.document_attention import IMPLEMENTATION, Documents, ReferenceAttention, register
@@ -85,7 +85,7 @@ def _length_that_changes_frequencies(config: PretrainedConfig) -> int | None:
 def _traits(kind: Any, values: str) -> Traits:
     config = kind.from_dict(json.loads(values))
     register()
-    with quiet(), _one_thread():
+    with quiet(), one_thread():
         model = eager_copy(config)
         logits = _logits_by_document(model)
         _check_keeps_weights(model)
@@ -106,7 +106,7 @@ def eager_copy(config: PretrainedConfig) -> PreTrainedModel:
         model = built(narrow(config), "eager")
     except Exception as error:  # each model's code fails in its own way on a config it does not like
         raise UnsupportedModelError(
-            f"transformers cannot run this {config.model_type} model: {_line(error)}"
+            f"transformers cannot run this {config.model_type} model: {reason_of(error, 200)}"
         ) from error
     redraw(model)
     return model.eval()
@@ -154,8 +154,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread, because the matrix products of narrow copies are too small for several threads."""
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread: for products that are too small for several, or must not depend on their number."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -170,8 +170,9 @@ def _logits_by_document(model: PreTrainedModel) -> Tensor:
         with torch.no_grad():
             return model_calls.logits(model, ids, positions, Documents(edges, None))
     except Exception as error:
-        kind = type(model).__name__
-        raise UnsupportedModelError(f"{kind} does not run on token ids alone: {_line(error)}") from error
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not run on token ids alone: {reason_of(error, 200)}"
+        ) from error
 
 
 def _check_keeps_weights(model: PreTrainedModel) -> None:
@@ -213,9 +214,12 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
 
 def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -> bool:
     head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
-        return False
-    if hidden is None or hidden.shape[-1] != head.in_features:
+    if (
+        type(head) is not nn.Linear
+        or getattr(head, "bias", None) is not None
+        or hidden is None
+        or hidden.shape[-1] != head.in_features
+    ):
         return False
     return agree(F.linear(hidden, head.weight), logits[0])
 
@@ -242,7 +246,7 @@ def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tens
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:
-        return f"its attention cannot be replaced: {_line(error)}"
+        return f"its attention cannot be replaced: {reason_of(error, 200)}"
     if agree(row, logits):
         return None
     return "something in it but attention mixes tokens, or attention needs more than it is told"
@@ -257,7 +261,3 @@ def _transformers_attention(config: PretrainedConfig) -> str:
         return "eager"
     sdpa_model.load_state_dict(model.state_dict())
     return "sdpa" if agree(_logits_by_document(sdpa_model), _logits_by_document(model)) else "eager"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

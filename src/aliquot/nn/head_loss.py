@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,7 @@ from aliquot.nn.preference_loss import Answers
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
 from aliquot.nn.token_loss import TokenLoss
 
-if TYPE_CHECKING:
-    Blocks = Callable[[range], Iterable[int]]
+Blocks = Callable[[range], Iterable[int]]
 
 _LOGITS_COLUMNS = 4096
 _ALIGNED_ROWS = 16  # rows that begin at a multiple of 16 bytes for any number of columns
@@ -134,11 +133,10 @@ class FusedLoss:
                 weights = torch.cat([weights, entropies[:, None]], 1)
             weights = weights.view(len(weights), -1)
             scales = F.pad(weights, (0, 0, 0, len(hidden) - len(weights)))
-        summed: Tensor
-        scaled: Tensor
-        scaled, summed = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight if rows is None else weight.detach(), labels, scales, rows, chosen.learned, room, self
         )
+        scaled, summed = results
         return summed.detach() if logprobs is None else logprobs, scaled
 
     def _token_losses(
@@ -173,8 +171,7 @@ class FusedLoss:
         if not self.copies_transposed:
             return torch.mm(hidden, weight.t(), out=logits)
         for a in range(0, len(weight), _LOGITS_COLUMNS):
-            b = min(a + _LOGITS_COLUMNS, len(weight))
-            torch.mm(hidden, weight[a:b].t(), out=logits[:, a:b])
+            torch.mm(hidden, weight[a : a + _LOGITS_COLUMNS].t(), out=logits[:, a : a + _LOGITS_COLUMNS])
         return logits
 
     def row_chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[int, int]]:
@@ -277,10 +274,9 @@ class _HeadLoss(torch.autograd.Function):
             else:
                 _transposed_product(hidden_copy, columns, out)
 
-        hidden_copy = None
         learns = rows is not None or ctx.needs_input_grad[1]
-        if learns and fused.copies_transposed and copy_pays(len(weight), *hidden.shape):
-            hidden_copy = hidden.t().contiguous()
+        copies = learns and fused.copies_transposed and copy_pays(len(weight), *hidden.shape)
+        hidden_copy = hidden.t().contiguous() if copies else None
         weight_gradient = None
         if ctx.needs_input_grad[1]:
             weight_gradient = torch.empty_like(weight)
@@ -316,5 +312,4 @@ def _columns(
 def _transposed_product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Compute out [V, E] = (left [E, T] @ right [T, V]).t(), because the result is the smallest matrix to transpose."""
     for a in range(0, right.shape[1], _COLUMNS):
-        b = min(a + _COLUMNS, right.shape[1])
-        out[a:b] = torch.mm(left, right[:, a:b]).t()
+        out[a : a + _COLUMNS] = torch.mm(left, right[:, a : a + _COLUMNS]).t()

@@ -62,9 +62,8 @@ class TokenSequence:
     @property
     def mask(self) -> Tensor:
         """Whether each token enters the loss, bool [T]; never the first."""
-        mask = torch.ones(len(self.ids), dtype=torch.bool)
-        if self.learned is not None:
-            mask = torch.as_tensor(self.learned, dtype=torch.bool).clone()
+        learned = [True] * len(self.ids) if self.learned is None else self.learned
+        mask = torch.as_tensor(learned, dtype=torch.bool).clone()
         mask[0] = False
         return mask
 

@@ -74,7 +74,7 @@ def traffic(
             )
         # Replicas all-reduce the gradients that a rank owns, once per step and in fp32: an all-reduce sends twice what
         # an all-gather sends.
-        sums = 2 * (copies - 1) * 4 * sum(shape.learned_padded_groups(replica.world_size))
+        sums = 2 * (copies - 1) * 4 * sum(shape.padded_groups(replica.world_size, learned=True))
         wire, once = wire + sums, (once[0], once[1] + sums)
     elif engine == "deepspeed":
         # Weights that are needed again soon stay gathered (deepspeed_memory.py). Small weights stay gathered until
@@ -157,7 +157,7 @@ def _collected(
     """
     root, *layers = shape.padded_groups(layout.world_size)
     gathers = itemsize * (root + sum(layers) if unsharded.weights else micro_batches * (root + 2 * sum(layers)))
-    learned = sum(shape.learned_padded_groups(layout.world_size))
+    learned = sum(shape.padded_groups(layout.world_size, learned=True))
     return gathers, (1 if unsharded.gradients else micro_batches) * 4 * learned
 
 

@@ -27,7 +27,7 @@ def fsdp_memory(
     """
     compute, ranks = config.train.compute_itemsize, layout.world_size // replicas(config, layout)
     root, *layers = shape.padded_groups(ranks)
-    learned = shape.learned_padded_groups(ranks)
+    learned = shape.padded_groups(ranks, learned=True)
     owned = sum(learned) // ranks
     frozen = (root + sum(layers)) // ranks - owned
     shared = ranks > 1 and shares_memory(config, layout)
@@ -126,7 +126,7 @@ def single_gpu_memory(config: RunConfig, shape: ModelShape, unsharded: Unsharded
     `unsharded.gradients`: several micro-batches of a step are summed in fp32.
     """
     compute = config.train.compute_itemsize
-    learned = sum(shape.learned_padded_groups(1))
+    learned = sum(shape.padded_groups(1, learned=True))
     frozen = sum(shape.padded_groups(1)) - learned
     copies = 0 if compute == 4 else compute * learned  # weights that forward and backward passes use
     # The gradients of the embedding: of the look-up, and if the weight is tied, of the head until both are added.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from aliquot.machine.device_copies import send
 from aliquot.machine.torch_compile import compile_function, outside_of_graphs
-from aliquot.nn.attention.document_attention import causal
-
-if TYPE_CHECKING:
-    from aliquot.nn.attention.document_attention import Documents, Scoring
+from aliquot.nn.attention.document_attention import Documents, Scoring, causal
 
 _FLASH_HEAD_DIM = 256  # the widest head of flash attention
 _FLEX_HEAD_DIM = 16  # the narrowest head of flex_attention

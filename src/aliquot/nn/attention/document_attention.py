@@ -193,8 +193,7 @@ def document_attention(
     if unknown or dropout or attention_mask is not None:
         what = [*unknown, *(["dropout"] if dropout else []), *(["a mask"] if attention_mask is not None else [])]
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {', '.join(what)}")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, window, softcap, sinks)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
     if documents is None or documents.backend is None:
         return causal(query, key, value, scoring).transpose(1, 2).contiguous(), None
     return documents.backend.attend(query, key, value, documents, scoring), None

@@ -23,9 +23,7 @@ _FACTORS = "aliquot_expert_adapters"  # attribute of a module: {name of its weig
 
 def attach_factors(experts: nn.Module, weight_name: str, source: FactorsSource) -> None:
     """Let `source` give the adapter of a weight of `experts` for each pass; None: the pass has no adapter."""
-    if not hasattr(experts, _FACTORS):
-        setattr(experts, _FACTORS, {})
-    getattr(experts, _FACTORS)[weight_name] = source
+    vars(experts).setdefault(_FACTORS, {})[weight_name] = source
 
 
 def adapters_of(experts: nn.Module) -> list[LowRank | None]:

@@ -66,10 +66,7 @@ class ExpertGradients(Protocol):
 
 def send_to(weight: nn.Parameter, gradients: ExpertGradients | None) -> None:
     """Send the gradient of `weight` to `gradients` instead of autograd. None: autograd gets the gradient again."""
-    if gradients is not None:
-        setattr(weight, _GRADIENTS, gradients)
-    elif hasattr(weight, _GRADIENTS):
-        delattr(weight, _GRADIENTS)
+    setattr(weight, _GRADIENTS, gradients)
 
 
 def gradients_of(weight: Tensor) -> ExpertGradients | None:
@@ -94,11 +91,7 @@ def count(module: nn.Module, tokens: Sequence[int]) -> None:
 
 def take_counts(model: nn.Module) -> Counts:
     """Return and reset the counts of each module of experts, in the model's order."""
-    modules = [module for module in model.modules() if hasattr(module, _COUNTS)]
-    counts = [getattr(module, _COUNTS) for module in modules]
-    for module in modules:
-        delattr(module, _COUNTS)
-    return counts
+    return [vars(module).pop(_COUNTS) for module in model.modules() if hasattr(module, _COUNTS)]
 
 
 def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
@@ -110,12 +103,8 @@ def note_balance(model: nn.Module, loss: Tensor, tokens: Tensor) -> None:
 
 def take_balance(model: nn.Module) -> list[float]:
     """Return and reset [sum of losses over tokens, tokens]; empty if nothing was recorded."""
-    noted = getattr(model, _BALANCE, None)
-    if noted is None:
-        return []
-    delattr(model, _BALANCE)
-    values: list[float] = noted.tolist()
-    return values
+    noted: Tensor | None = vars(model).pop(_BALANCE, None)
+    return [] if noted is None else noted.tolist()
 
 
 def mean_balance(rank_balances: Sequence[list[float]]) -> dict[str, object]:

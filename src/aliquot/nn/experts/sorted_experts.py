@@ -160,10 +160,8 @@ def sorted_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, scores: Te
     weights = weights_of(module)
     assert weights is not None
     up, down = weights
-    biases = [None, None]
-    if module.has_bias:
-        name = "gate_up_proj_bias" if module.has_gate else "up_proj_bias"
-        biases = [getattr(module, name), module.down_proj_bias]  # type: ignore[list-item]
+    names = ("gate_up_proj_bias" if module.has_gate else "up_proj_bias", "down_proj_bias")
+    biases = [getattr(module, name) if module.has_bias else None for name in names]
     # If no earlier weight is trainable, autograd runs this backward pass only for the experts' weights.
     learning = torch.is_grad_enabled() and (hidden.requires_grad or scores.requires_grad)
     sinks = [gradients_of(weight) if learning else None for weight in weights]
