@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -242,12 +243,10 @@ def _transfer(work: Callable[[FileRange], T], ranges: Sequence[FileRange], ranks
 
     The ranges of a rank are adjacent, and all ranks get about the same number of bytes.
     """
-    total_bytes, offset, share = max(1, sum(item.stop - item.start for item in ranges)), 0, []
-    for item in ranges:
-        middle = offset + (item.stop - item.start) / 2
-        if min(ranks.world_size - 1, int(middle * ranks.world_size / total_bytes)) == ranks.rank:
-            share.append(item)
-        offset += item.stop - item.start
+    sizes = [item.stop - item.start for item in ranges]
+    middles = [end - size / 2 for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    owners = [min(ranks.world_size - 1, int(middle * ranks.world_size / max(1, sum(sizes)))) for middle in middles]
+    share = [item for item, owner in zip(ranges, owners, strict=True) if owner == ranks.rank]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="aliquot-mirror") as threads:
         futures: list[Future[T]] = [threads.submit(work, item) for item in share]
         try:

@@ -309,9 +309,12 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
 def _recognised_formats(names: Sequence[str]) -> list[Format]:
     """Return the formats of single answers, and the format of texts, in the order of preference."""
     forms = [Format(chat, (chat,), _CONTEXT_FIELDS) for chat in CHATS]
-    for prompt, answers in _PROMPTS.items():
-        answer = (_present(names, *answers) or answers)[0]
-        forms.append(_answer_format("instruction" if prompt == INSTRUCTION else "prompt", (prompt,), (answer,)))
+    forms += [
+        _answer_format(
+            "instruction" if prompt == INSTRUCTION else "prompt", (prompt,), (_present(names, *answers) or answers)[:1]
+        )
+        for prompt, answers in _PROMPTS.items()
+    ]
     forms.insert(-2, Format("text", ("text",)))  # a text precedes the fields that are recognised last
     return forms
 

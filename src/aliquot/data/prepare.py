@@ -146,14 +146,13 @@ def prepare(
 
     # Evaluation data come first, because they are smaller: their errors appear before the long work on training data.
     eval_stores = stores(evaluated, "tokenising what is held out")
-    makers: dict[str, SegmentMaker] = {}
-    if section.streaming:
-        for name, source in train.items():
-            what = f"tokenising the first segment {name}".strip()
-            makers[name] = builder.segment_maker(source, partial(report, what))
-        train_stores = {name: str(segment_directory(maker.directory, 0)) for name, maker in makers.items()}
-    else:
-        train_stores = stores(train, "tokenising")
+    makers = {
+        name: builder.segment_maker(source, partial(report, f"tokenising the first segment {name}".strip()))
+        for name, source in train.items()
+        if section.streaming
+    }
+    first_segments = {name: str(segment_directory(maker.directory, 0)) for name, maker in makers.items()}
+    train_stores = first_segments if section.streaming else stores(train, "tokenising")
     labels = {train_stores[name]: source.label for name, source in train.items()}
     labels |= {eval_stores[name]: source.label for name, source in evaluated.items()}
     store_paths = list(labels)

@@ -165,29 +165,21 @@ def open_arrow(path: Path) -> Iterator[OpenTable]:
 def _bounded_records(
     batches: Batches, where: str, records: Callable[[Any], Sequence[Record]]
 ) -> Iterator[tuple[Sequence[Record], float]]:
-    """Yield the records of `batches`, a few megabytes at once. `where`: the name of the table in error messages.
+    """Yield the records of `batches`, a few megabytes of Python objects at once.
 
-    Raises DataError for a row of more than LONGEST_RECORD bytes before the row is a Python object.
+    `where`: the name of the table in error messages. Raises DataError for a row of more than LONGEST_RECORD bytes
+    before the row is a Python object.
     """
     row = 0
     for batch, share in batches:
-        for part in _parts(batch, where, row):
-            yield records(part), share
+        sizes = sum(map(_row_bytes, batch.columns), np.zeros(len(batch), np.int64))
+        if (long := np.flatnonzero(sizes > LONGEST_RECORD)).size:
+            raise too_long(f"{where}, row {row + int(long[0]) + 1}")
+        parts = np.flatnonzero(np.diff(np.cumsum(sizes) // _BATCH_BYTES)) + 1
+        for start, stop in pairwise([0, *parts.tolist(), len(batch)]):
+            for first in range(start, stop, _ROWS):
+                yield records(batch.slice(first, min(_ROWS, stop - first))), share
         row += len(batch)
-
-
-def _parts(batch: Any, where: str, row: int) -> Iterator[Any]:
-    """Yield parts of a record batch, each a few megabytes as Python objects.
-
-    `row`: number of rows before the batch. Raises DataError for a row of more than LONGEST_RECORD bytes.
-    """
-    sizes = sum(map(_row_bytes, batch.columns), np.zeros(len(batch), np.int64))
-    if (long := np.flatnonzero(sizes > LONGEST_RECORD)).size:
-        raise too_long(f"{where}, row {row + int(long[0]) + 1}")
-    parts = np.flatnonzero(np.diff(np.cumsum(sizes) // _BATCH_BYTES)) + 1
-    for start, stop in pairwise([0, *parts.tolist(), len(batch)]):
-        for first in range(start, stop, _ROWS):
-            yield batch.slice(first, min(_ROWS, stop - first))
 
 
 def _row_bytes(array: Any) -> Any:

@@ -109,7 +109,6 @@ def build(
         part = "input embedding" if decoder_layers(model) else "decoder layers"
         raise UnsupportedModelError(f"{type(model).__name__}: no {part} found: model not supported")
     fills = initialize.record(model)
-    name = type(model).__name__
     vocabulary = _vocabulary_weights(model)
     adapter_weights = None
     if adapter is not None:
@@ -117,7 +116,7 @@ def build(
     freeze(model, frozen)
     compressed = compressible(model) if adapter is not None and adapter.base != "bf16" else frozenset()
     return MetaModel(
-        name=name,
+        name=type(model).__name__,
         model=model,
         tensors=tuple((name, tuple(parameter.shape)) for name, parameter in model.named_parameters()),
         tied=tied_weights(model),

@@ -195,14 +195,10 @@ def with_old_names(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the `fields` of a config.json, with the names of transformers 4.57 added for renamed keys."""
     fields = {key: with_floats(value) for key, value in _with_old_rope(fields).items()}
     model_type = str(fields.get("model_type"))
-    for old, new in _KEYS.get(model_type, {}).items():
-        if old not in fields and new in fields:
-            fields[old] = fields[new]
+    fields = {old: fields[new] for old, new in _KEYS.get(model_type, {}).items() if new in fields} | fields
     kinds = _KINDS.get(model_type, {})
-    for key in ("layer_types", "layers_block_type"):
-        if kinds and isinstance(fields.get(key), list):
-            fields[key] = [kinds.get(kind, kind) for kind in fields[key]]
-    return fields
+    lists = [key for key in ("layer_types", "layers_block_type") if kinds and isinstance(fields.get(key), list)]
+    return fields | {key: [kinds.get(kind, kind) for kind in fields[key]] for key in lists}
 
 
 def _with_old_rope(fields: dict[str, Any]) -> dict[str, Any]:

@@ -63,10 +63,8 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     Otherwise it has four layers.
     """
     values = _narrowed(config.to_dict())
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(values.get(key), dict):
-            values[key] = _fewer_factors(values[key], values)
-    return type(config).from_dict(values)
+    ropes = [key for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)]
+    return type(config).from_dict(values | {key: _fewer_factors(values[key], values) for key in ropes})
 
 
 def for_training(config: PretrainedConfig) -> PretrainedConfig:

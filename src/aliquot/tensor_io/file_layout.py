@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from aliquot.core.errors import writing
+from aliquot.core.small_files import flush_to_disk
 from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.header import DTYPE_NAMES, TensorEntry
 from aliquot.tensor_io.publish import write_file
@@ -95,8 +95,7 @@ class FilesLayout:
             with writing(path), path.open("xb") as out:
                 out.write(file.header)
                 out.truncate(file.file_bytes)
-                out.flush()
-                os.fsync(out.fileno())
+                flush_to_disk(out)
         for name, data in self.index.items():
             write_file(directory / name, data)
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from aliquot.core.errors import StorageError, writing
 from aliquot.core.on_rank_0 import RankGroup, run_on_all_ranks, run_on_rank_0
+from aliquot.core.small_files import flush_to_disk
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -127,8 +128,7 @@ def write_file(path: Path, data: bytes) -> None:
     """Write and fsync a new file. Raises UserError."""
     with writing(path), path.open("xb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        flush_to_disk(file)
 
 
 def check_space(directory: Path, needed_bytes: int, instead_of: Path | None = None) -> None:
