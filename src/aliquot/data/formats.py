@@ -227,10 +227,10 @@ def _format_of_record(section: RecordsSection, record: dict[str, Any], where: st
         return format_of(section, record, where)
     except BadRecordError as error:
         lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        of_objects = (
+        record_lists = (
             key for key in lists if all(isinstance(item, dict) and not is_message(item) for item in lists[key])
         )
-        key = next(of_objects, None)
+        key = next(record_lists, None)
         if key is None:
             raise
         raise BadRecordError(

@@ -9,7 +9,6 @@ from typing import Self, SupportsFloat
 import torch
 from torch import Tensor
 
-from aliquot.machine.device_copies import send
 from aliquot.nn.head_loss import Chosen, choose
 from aliquot.nn.logits_gradient import IGNORE
 from aliquot.nn.preference_loss import Answers, RatedAnswers
@@ -58,18 +57,14 @@ class MicroBatch:
         if self.input_ids.device.type == device.type:
             return self
         chosen = self.chosen or choose(self.labels, self.answers)
-        ids, labels, positions = send(torch.stack([self.input_ids, self.labels, self.position_ids]), device)
+        rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
+        ids, labels, positions = rows.to(device, non_blocking=True)
         return replace(
             self,
             input_ids=ids,
             labels=labels,
             position_ids=positions,
-            chosen=replace(
-                chosen,
-                rows=None if chosen.rows is None else send(chosen.rows, device),
-                answers=chosen.answers and chosen.answers.to(device),
-                labels=None if chosen.labels is None else send(chosen.labels, device),
-            ),
+            chosen=chosen.to(device),
             answers=self.answers and self.answers.to(device),
             mismatched=self.mismatched and self.mismatched.to(device),
         )

@@ -11,14 +11,15 @@ for gradients, in which each token has a weight that depends on these log-probab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aliquot.machine.device_copies import send
 from aliquot.machine.matmul import copy_pays
 from aliquot.nn.logits_gradient import (
     IGNORE,
@@ -61,6 +62,11 @@ class Chosen:
     # The answers, or the sequences of the caller, to which the tokens with a label belong, in the order of `rows`
     answers: Answers | TokenLoss | None = None
     labels: Tensor | None = None  # of `rows`, which may name a token several times; None: the labels of the tokens
+
+    def to(self, device: torch.device) -> Self:
+        """Copy the tensors to `device` asynchronously."""
+        rows, labels = (None if tensor is None else send(tensor, device) for tensor in (self.rows, self.labels))
+        return replace(self, rows=rows, labels=labels, answers=self.answers and self.answers.to(device))
 
 
 def head_loss_on(
