@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from aliquot.config.adapter_section import AdapterSection
+from aliquot.distributed.topology import Topology
+from aliquot.engines.base import Engine, EngineSpec
+from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.preference_loss import Objective, RatedAnswers
 
@@ -265,6 +269,18 @@ CASES = {
         Case("moe-lora", {"model_type": "qwen3_moe", **EXPERTS}, adapter=LORA_OF_EXPERTS, steps=3),
     ]
 }
+
+
+def llama(
+    kind: type[Any], model: dict[str, Any], rank: int, world_size: int, tokens: int = 64, seed: int = SEED, **spec: Any
+) -> tuple[Any, int]:
+    """An engine on one node with the initial weights of a Llama, and their number. `tokens`: of a micro-batch."""
+    built = meta.build(AutoConfig.for_model("llama", **model))
+    settings = EngineSpec(micro_batch_tokens=tokens, fused_loss=built.traits.plain_head, **spec)
+    engine: Engine = kind.build(built.model, settings, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
+    initialize.initialize(engine, built.fills, seed)
+    engine.ready()
+    return engine, built.numel
 
 
 def documents(step: int) -> list[list[Tensor]]:

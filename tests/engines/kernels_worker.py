@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from aliquot.distributed.topology import Topology
 from aliquot.engines import model_kernels
-from aliquot.engines.base import EngineSpec
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.models import initialize, meta
 from aliquot.nn.head_loss import FusedLoss
-from tests.engines.cases import SMALL, micro_batch
+from tests.engines.cases import SMALL, llama, micro_batch
 from tests.processes import as_ranks
 
 # Of equal length, the first with a document that is cut into blocks.
@@ -36,12 +32,9 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
 
     torch.bmm = watched  # type: ignore[assignment]
     model_kernels.caches_kernels = lambda _: True  # whatever this CPU has
-    built = meta.build(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 384}))
-    spec = EngineSpec("bf16", 384, built.traits.plain_head, document_tokens=384, gradient_checkpointing=arguments[1])  # type: ignore[arg-type]
-    kind = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]]
-    engine = kind.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
-    initialize.initialize(engine, built.fills, 1)
-    engine.ready()
+    kind, model = {"host": HostEngine, "fsdp": FsdpEngine}[arguments[0]], {**SMALL, "max_position_embeddings": 384}
+    settings = {"precision": "bf16", "document_tokens": 384, "gradient_checkpointing": arguments[1]}
+    engine, _ = llama(kind, model, rank, world_size, 384, seed=1, **settings)
     logits = watch_logits(engine) if isinstance(engine, HostEngine) else []
     counts = []
     for lengths in ROWS:

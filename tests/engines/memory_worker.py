@@ -7,13 +7,9 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from aliquot.distributed.topology import Topology
-from aliquot.engines.base import EngineSpec
 from aliquot.engines.host.host_engine import HostEngine
-from aliquot.models import initialize, meta
-from tests.engines.cases import SMALL, micro_batch
+from tests.engines.cases import SMALL, llama, micro_batch
 from tests.processes import as_ranks
 
 # Layers large enough to see in /proc. The largest tensors are the same in both models: what is held once, whatever the
@@ -27,16 +23,12 @@ def train(rank: int, world_size: int, shape: dict[str, object], states: str) -> 
 
     Not all private bytes: a page of the shared ring that only this rank has touched so far counts as private.
     """
-    built = meta.build(AutoConfig.for_model("llama", **shape))
-    spec = EngineSpec("bf16", 64, built.traits.plain_head, optimizer_states=states)  # type: ignore[arg-type]
-    engine = HostEngine.build(built.model, spec, Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ()))
-    initialize.initialize(engine, built.fills, 1)
-    engine.ready()
+    engine, numel = llama(HostEngine, shape, rank, world_size, seed=1, precision="bf16", optimizer_states=states)
     for _ in range(2):
         engine.backward(micro_batch([torch.arange(30), torch.arange(20)]), 1 / 50, last=True)
         engine.step(1e-3, 1.0)
     gc.collect()
-    measured = anonymous_bytes(), engine.counters().memory(), built.numel
+    measured = anonymous_bytes(), engine.counters().memory(), numel
     engine.close()
     return measured
 

@@ -13,17 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig
 
 from aliquot.core.errors import EngineError, MissingToolError, SelfTestError
-from aliquot.distributed.topology import Topology
-from aliquot.engines.base import Engine, EngineSpec
 from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp import fp8_layers
 from aliquot.engines.fsdp.fp8_layers import use_fp8
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
-from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from tests.engines import cases
 from tests.engines.cases import FAR
@@ -84,12 +80,8 @@ def test_fp8_learns_text_as_well_as_bf16(seed: int) -> None:
 def losses_on_text(seed: int, fp8: bool) -> list[float]:
     """Train on bytes of the documentation, four rows a step."""
     text = torch.tensor(list(b"".join(file.read_bytes() for file in sorted(DOCS.glob("*/*.md")))))
-    built = meta.build(AutoConfig.for_model("llama", **{**MODEL, "vocab_size": 256, "max_position_embeddings": ROW}))
-    engine = SingleGpuEngine.build(
-        built.model, EngineSpec("bf16", ROW, built.traits.plain_head, fp8=fp8), Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ())
-    )
-    initialize.initialize(engine, built.fills, seed)
-    engine.ready()
+    model = {**MODEL, "vocab_size": 256, "max_position_embeddings": ROW}
+    engine, _ = cases.llama(SingleGpuEngine, model, 0, 1, ROW, seed, precision="bf16", fp8=fp8)
     draw, losses = random.Random(seed), []
     for _ in range(300):
         total = 0.0
@@ -130,13 +122,8 @@ SEQUENCES = 4
 
 
 def train(rank: int, world_size: int, **settings: Any) -> dict[str, Any]:
-    built = meta.build(AutoConfig.for_model("llama", **MODEL))
-    spec = EngineSpec("bf16", 64, built.traits.plain_head, **settings)
-    topology = Topology(rank, world_size, rank, world_size, 0, 1, "cpu", 1, ())
-    kind: type[Engine] = SingleGpuEngine if world_size == 1 else FsdpEngine
-    engine = kind.build(built.model, spec, topology)
-    initialize.initialize(engine, built.fills, cases.SEED)
-    engine.ready()
+    kind = SingleGpuEngine if world_size == 1 else FsdpEngine
+    engine, numel = cases.llama(kind, MODEL, rank, world_size, precision="bf16", **settings)
     losses = []
     for step in range(cases.FAR):
         mine = [cases.micro_batch(sequence) for sequence in cases.documents(step)[rank:SEQUENCES:world_size]]
@@ -151,7 +138,7 @@ def train(rank: int, world_size: int, **settings: Any) -> dict[str, Any]:
     names = {part.name for part in engine.parts()}
     engine.close()
     return {
-        "losses": losses, "names": sorted(names), "wire_bytes": counters.wire_bytes, "numel": built.numel,
+        "losses": losses, "names": sorted(names), "wire_bytes": counters.wire_bytes, "numel": numel,
         "gathered_bytes": counters.gathered_bytes, "weights_bytes": counters.weights_bytes,
     }  # fmt: skip
 

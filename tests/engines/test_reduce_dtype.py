@@ -8,15 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig
 
-from aliquot.distributed.topology import RankLayout, Topology
-from aliquot.engines.base import EngineSpec
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import Unsharded
 from aliquot.engines.fsdp.fsdp_collectives import RoundedReduceScatter
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
-from aliquot.models import initialize, meta
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic
 from tests.engines import cases
@@ -72,18 +69,8 @@ def gradients(reduce_dtype: str, rank: int) -> tuple[dict[str, torch.Tensor], in
 
     Return this rank's gradients, and the bytes that it has sent.
     """
-    built = meta.build(AutoConfig.for_model("llama", **MODEL))
-    spec = EngineSpec(
-        "fp32",
-        64,
-        built.traits.plain_head,
-        adam_beta1=0.5,
-        reduce_dtype=reduce_dtype,
-        unsharded=UNSHARDED,  # type: ignore[arg-type]
-    )
-    engine = FsdpEngine.build(built.model, spec, Topology(rank, 2, rank, 2, 0, 1, "cpu", 1, ()))
-    initialize.initialize(engine, built.fills, cases.SEED)
-    engine.ready()
+    settings = {"adam_beta1": 0.5, "reduce_dtype": reduce_dtype, "unsharded": UNSHARDED}
+    engine, _ = cases.llama(FsdpEngine, MODEL, rank, 2, precision="fp32", **settings)
     for number, sequence in enumerate(cases.documents(0)[:2]):
         engine.backward(cases.micro_batch(sequence) if rank == 0 else None, 1 / 64, last=number == 1)
     engine.step(0.0, math.inf)

@@ -13,14 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torch_fsdp
-from transformers import AutoConfig
 
-from aliquot.distributed.topology import RankLayout, Topology
-from aliquot.engines.base import EngineSpec
+from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, Unsharded
 from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
-from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.memory_plan import most_unsharded
@@ -139,11 +136,7 @@ def whole_bytes(engine: FsdpEngine) -> tuple[int, int]:
 
 
 def train(unsharded: Unsharded, precision: str, rank: int, done: Counter[str]) -> dict[str, Any]:
-    built = meta.build(AutoConfig.for_model("llama", **MODEL))
-    spec = EngineSpec(precision, 64, built.traits.plain_head, unsharded=unsharded)  # type: ignore[arg-type]
-    engine = FsdpEngine.build(built.model, spec, Topology(rank, 2, rank, 2, 0, 1, "cpu", 1, ()))
-    initialize.initialize(engine, built.fills, cases.SEED)
-    engine.ready()
+    engine, numel = cases.llama(FsdpEngine, MODEL, rank, 2, precision=precision, unsharded=unsharded)
     losses, norms, counts, between, evaluated = [], [], [], (0, 0), []
     for step in range(STEPS):
         sequences = cases.documents(step)
@@ -162,7 +155,7 @@ def train(unsharded: Unsharded, precision: str, rank: int, done: Counter[str]) -
         evaluated += [float(engine.evaluate(cases.micro_batch(sequences[rank]))) for _ in range(2)]
     trained = {
         "losses": losses, "norms": norms, "evaluated": evaluated, "collectives": counts, "whole": between,
-        "gathered_bytes": engine.counters().gathered_bytes, "numel": built.numel,
+        "gathered_bytes": engine.counters().gathered_bytes, "numel": numel,
     }  # fmt: skip
     engine.close()
     return trained

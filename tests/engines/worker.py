@@ -115,8 +115,6 @@ def train(setup: EngineSetup, case: cases.Case, rank: int, folder: Path) -> None
         engine = HostEngine(built.model, spec, Hosts.join(rank, rank % setup.numa_nodes, gather), topology)
     else:
         engine = ENGINES[setup.engine].build(built.model, spec, topology)
-    if isinstance(engine, FsdpEngine) and setup.like_gpu:
-        engine._norm_on_device = True
     if built.adapter is not None:  # beside a model, here one as it would be without
         frozen = [(name, shape) for name, shape in built.tensors if name not in built.learned]
         model = [Published(name.replace(".base_layer", ""), shape, name, 0) for name, shape in frozen]
