@@ -77,5 +77,5 @@ def test_rows_of_several_lengths_use_transposed_copies() -> None:
 
 @pytest.mark.parametrize("amx", [True, False])
 def test_pass_is_used_only_with_amx(monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
-    monkeypatch.setattr(model_kernels, "copies_transposed", lambda device, dtype: amx)
+    monkeypatch.setattr(model_kernels, "multiplies_with_amx", lambda device, precision: amx)
     assert ("post_grad_custom_post_pass" in (model_kernels._compile_options() or {})) == amx

@@ -111,8 +111,11 @@ def open_port(address: str, port: int = 0) -> socket.socket:
     try:
         listener = listen(address, port)
     except OSError as error:
-        name = f"port {port} cannot" if port else "no port can"
-        raise RendezvousError(f"{name} be opened at {address}: {_port_failure(port, error)}") from None
+        name, reason = f"port {port} cannot" if port else "no port can", error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            owner = _port_owner(port)
+            reason = f"the port is taken{owner}; choose another launch.master_port (MASTER_PORT) on all nodes"
+        raise RendezvousError(f"{name} be opened at {address}: {reason}") from None
     check_connection(address, listener.getsockname()[1])
     return listener
 
@@ -182,12 +185,6 @@ def _server_address(master: str, deadline: Deadline) -> str:
             if deadline.has_passed:
                 raise wrong_master_address(master, f"the name {master} does not resolve") from None
             time.sleep(_POLL_S)
-
-
-def _port_failure(port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"the port is taken{_port_owner(port)}; choose another launch.master_port (MASTER_PORT) on all nodes"
-    return error.strerror or str(error)
 
 
 def _port_owner(port: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from aliquot.core.errors import MissingToolError
 from aliquot.engines.base import EngineSpec
 from aliquot.machine import matmul
-from aliquot.machine.matmul import caches_kernels, copies_transposed, copy_pays
+from aliquot.machine.matmul import caches_kernels, copy_pays, multiplies_with_amx
 from aliquot.machine.torch_compile import compile_function, cpp_compiler, inductor_options
 from aliquot.models.backward_pass import copy_in_backward, enable_checkpointing
 from aliquot.models.structure import decoder_layers
@@ -54,13 +54,13 @@ def prepare_layers(model: nn.Module, spec: EngineSpec, topology: Topology) -> No
     enable_checkpointing(model, spec.eager_checkpointing, spec.dropout)
     if spec.compile == "layers":
         compile_layers(model, topology, spec.gradient_checkpointing == "selective")
-    elif copies_transposed(topology.device, spec.compute_dtype):
+    elif multiplies_with_amx(topology.device, spec.precision):
         copy_in_backward(model)
 
 
 def run_head_loss(spec: EngineSpec, device: str) -> FusedLoss:
     """Return the fused loss with the kernels of a run."""
-    copies = copies_transposed(device, spec.compute_dtype)
+    copies = multiplies_with_amx(device, spec.precision)
     return head_loss_on(device, copies_transposed=copies, compiled=spec.compile == "layers")
 
 
@@ -106,7 +106,7 @@ def _with_settings(compiled: Callable[..., Any], partitioner: dict[str, bool]) -
 
 def _compile_options() -> dict[str, Any] | None:
     options = inductor_options()
-    if copies_transposed("cpu", torch.bfloat16):
+    if multiplies_with_amx("cpu", "bf16"):
         return {**(options or {}), "post_grad_custom_post_pass": transposing_pass()}
     return options
 

@@ -71,22 +71,15 @@ def caches_kernels(precision: Literal["bf16", "fp32"]) -> bool:
     return matmul_kernel(precision) not in (_MKL, _NATIVE)
 
 
-def caches_large_kernels(device: str, precision: Literal["bf16", "fp32"]) -> bool:
-    """Whether oneDNN's cache takes nearly a MiB of memory per shape of a matrix product, as kernels for AMX do.
+def multiplies_with_amx(device: str, precision: Precision) -> bool:
+    """Whether oneDNN's AMX kernels compute matrix products. These kernels are special in two ways.
 
-    With AMX, the kernels of 1,080 shapes took 880 MiB. With AVX-512, the kernels of 3,000 shapes, of which 1,024 were
-    cached, took 79 MiB (torch 2.13, oneDNN 3.12).
+    They take nearly a MiB of memory per shape: the kernels of 1,080 shapes took 880 MiB. With AVX-512, the kernels of
+    3,000 shapes, of which 1,024 were cached, took 79 MiB. With a transposed left operand, they take up to 2.7 times as
+    long as without, so that copying the operand first may be faster. AVX-512 kernels take the same time with and
+    without (torch 2.13, oneDNN 3.12).
     """
     return device == "cpu" and precision == "bf16" and "amx" in matmul_kernel("bf16")
-
-
-def copies_transposed(device: str, dtype: torch.dtype) -> bool:
-    """Whether a product with a transposed left operand may be faster if that operand is copied first.
-
-    With a transposed left operand, oneDNN's AMX kernels take up to 2.7 times as long as without (torch 2.13, oneDNN
-    3.12). The AVX-512 kernels take the same time with and without.
-    """
-    return device == "cpu" and dtype == torch.bfloat16 and "amx" in matmul_kernel("bf16")
 
 
 def copy_pays(rows: int, terms: int, columns: int) -> bool:

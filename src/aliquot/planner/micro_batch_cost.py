@@ -142,7 +142,7 @@ def evaluates(config: RunConfig) -> bool:
 def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
     """Whether unpacked micro-batches are padded to a few lengths, so that few large kernels are cached.
 
-    For this machine, `caches_large_kernels` (machine/matmul.py) decides the same.
+    For this machine, `multiplies_with_amx` (machine/matmul.py) decides the same.
     """
     return config.train.chosen_precision == "bf16" and "amx_bf16" in isa
 

@@ -237,9 +237,8 @@ class _Search:
         goal = self.request.goal
         for count in sorted(self.request.nodes, reverse=goal == "time"):
             offers = self.offers(ec2, [count], (1, 2), self.request.batches[-1:], is_first=True)
-            value = min((offer.goal_value(goal) for offer in offers), default=math.inf)
-            if value < math.inf:
-                return value
+            if values := [offer.goal_value(goal) for offer in offers]:
+                return min(values)
         return math.inf
 
     def offers(

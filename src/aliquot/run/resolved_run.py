@@ -25,7 +25,7 @@ from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round
 from aliquot.distributed.ranks import Ranks
 from aliquot.machine.cpu import Precision
-from aliquot.machine.matmul import caches_large_kernels, faster_precision_here, matmul_rate
+from aliquot.machine.matmul import faster_precision_here, matmul_rate, multiplies_with_amx
 from aliquot.machine.memory import memory_limit
 from aliquot.models.adapter import BASE
 from aliquot.models.source import HUB_FILES, ModelSource, import_models, resolve
@@ -117,7 +117,7 @@ def read_inputs(trainer: PreparedRun, trains: bool = True) -> ResolvedRun:
     data = prepare_together(ranks, partial(prepare_data, config, source, day, trainer.display.progress, trains))
     tokenizer = run_on_all_ranks(ranks, lambda: adopt_tokenizer(config, source, data.load_tokenizer()))
     model_traits = traits_together(ranks, config, source)
-    fills_up = caches_large_kernels(ranks.topology.device, precision)
+    fills_up = multiplies_with_amx(ranks.topology.device, precision)
     layout = partial(lay_out, config, source, data, ranks.world_size, model_traits.packs, fills_up)
     batches, held_out = run_on_all_ranks(ranks, layout)
     inputs = ResolvedRun(config, source, model_traits, data, tokenizer, batches, held_out)

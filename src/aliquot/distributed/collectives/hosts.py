@@ -72,17 +72,10 @@ class Hosts:
         memories = self.peers.share(size_bytes if creators[local_node] == self.peers.index else 0)
         local = memories[creators[local_node]]
         remote = [memories[index] for node, index in sorted(creators.items()) if node != local_node]
-        if remote and touch:
-            self._touch(local)
+        if remote and touch:  # the kernel places a page on the node that touches it first
+            members = [index for index, node in enumerate(self.numa_nodes) if node == local_node]
+            share = -(-size_bytes // len(members))
+            start = members.index(self.peers.index) * share
+            local.tensor(start, (max(0, min(share, size_bytes - start)),), torch.uint8).zero_()
+            self.peers.barrier()  # all pages are placed before any rank writes weights
         return local, remote
-
-    def _touch(self, memory: SharedMemory) -> None:
-        """Touch this rank's part of the memory: the kernel places a page on the node that touches it first."""
-        local_node = self.numa_nodes[self.peers.index]
-        members = [index for index, node in enumerate(self.numa_nodes) if node == local_node]
-        share = -(-memory.size_bytes // len(members))
-        start = members.index(self.peers.index) * share
-        count = min(share, memory.size_bytes - start)
-        if count > 0:
-            memory.tensor(start, (count,), torch.uint8).zero_()
-        self.peers.barrier()  # all pages are placed before any rank writes weights

@@ -261,12 +261,11 @@ class GradientExchange:
             self._add_rows(pieces[0], buffers)
         else:
             messages = {host: self._received_values(buffer, host, pieces[0]) for host, buffer in buffers.items()}
-            start = 0
-            for piece in pieces:
-                stop = start + piece.stop - piece.start
-                received = {host: values[start:stop] for host, values in messages.items()}
+            sizes = [piece.stop - piece.start for piece in pieces]
+            parts = {host: torch.split(values, sizes) for host, values in messages.items()}
+            for number, piece in enumerate(pieces):
+                received = {host: values[number] for host, values in parts.items()}
                 add_hosts(self._local_sums(piece), self._wire.host, received)
-                start = stop
         self._added += 1
         for buffer in buffers.values():
             self._arriving_bytes -= buffer.nbytes

@@ -25,7 +25,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
@@ -250,21 +251,14 @@ class HostEngine(ModelEngine):
 
     def _shards_to_update(self) -> Iterator[FlatShard]:
         """Yield every shard to update, and publish each weight after the last of its shards is updated."""
-        current = None
-        for index, shard in self._components.states.to_update(self._components.update_order):
-            if index != current:
-                if current is not None:
-                    self._mark_updated(current)
-                if self._components.publication is not None:
-                    self._components.publication.before_update(index)
-            current = index
-            yield shard
-        if current is not None:
-            self._mark_updated(current)
-
-    def _mark_updated(self, index: int) -> None:
-        for pending in self._pending:
-            pending.mark_updated(index)
+        shards = self._components.states.to_update(self._components.update_order)
+        for index, shards_of_weight in groupby(shards, key=itemgetter(0)):
+            if self._components.publication is not None:
+                self._components.publication.before_update(index)
+            for _, shard in shards_of_weight:
+                yield shard
+            for pending in self._pending:
+                pending.mark_updated(index)
 
     def _publish_all(self) -> None:
         """Copy the weights from their owners to every host, so that all ranks may read the weights."""

@@ -220,8 +220,7 @@ def _experts_first(model: nn.Module, order: Sequence[int]) -> list[int]:
         start = at if layer is None else layer_starts.setdefault(layer, at)
         return start, id(parameters[index]) not in experts
 
-    places = [(*place(at, index), index) for at, index in enumerate(order)]
-    return [index for _, _, index in sorted(places, key=lambda entry: entry[:2])]
+    return [index for _, index in sorted(enumerate(order), key=lambda entry: place(*entry))]
 
 
 class ForwardOrder:

@@ -89,8 +89,7 @@ def sum_rows(parts: Sequence[Rows], width: int) -> Rows:
     """
     unique, places = torch.unique(torch.cat([numbers for numbers, _ in parts]), return_inverse=True)
     total = torch.zeros(len(unique), width)
-    at = 0
-    for numbers, values in parts:
-        total += torch.zeros_like(total).index_add_(0, places[at : at + len(numbers)], values.float())
-        at += len(numbers)
+    places_by_part = places.split([len(numbers) for numbers, _ in parts])
+    for (_, values), places_of_part in zip(parts, places_by_part, strict=True):
+        total += torch.zeros_like(total).index_add_(0, places_of_part, values.float())
     return unique, total

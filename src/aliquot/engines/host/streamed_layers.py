@@ -123,7 +123,10 @@ class StreamedLayers(LayerHooks):
             self._start_reading(layer, keep=layer)
         self._resident[layer].last_use = self._uses
         self._resident.move_to_end(layer)
-        self._wait_read(self._resident[layer].reading)
+        reading = self._resident[layer].reading
+        if self._progress.local(_READ) < reading:
+            self._finish_reading()
+        self._progress.wait(reading, _READ, self._serve)  # until all ranks have finished it
         following = self._successor.get(self._last_two)
         if following is not None and following not in self._resident:
             self._start_reading(following, keep=layer)
@@ -168,9 +171,3 @@ class StreamedLayers(LayerHooks):
                 time.sleep(POLL_S)
             self._reading.result()
             self._reading = None
-
-    def _wait_read(self, reading: int) -> None:
-        """Wait until all ranks have finished the read with the number `reading`."""
-        if self._progress.local(_READ) < reading:
-            self._finish_reading()
-        self._progress.wait(reading, _READ, self._serve)
