@@ -15,7 +15,7 @@ import pytest
 from aliquot import __version__
 from aliquot.cluster.check import KUBERNETES, check_manifests
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.manifests import parse_manifests
+from aliquot.cluster.manifests import read_manifests
 from aliquot.cluster.render import commands, documents, render, write
 from aliquot.config.read_config import read_config
 from aliquot.core.errors import ClusterError
@@ -205,4 +205,4 @@ def test_deploy_runtimes_equal_the_examples(device: str) -> None:
     if os.environ.get("ALIQUOT_UPDATE_GOLDEN"):
         write(files, directory)
     assert {file.name: file.read_text() for file in directory.iterdir()} == files
-    assert check_manifests([one for name, text in files.items() for one in parse_manifests(text, name)]) == []
+    assert check_manifests(read_manifests(directory)) == []

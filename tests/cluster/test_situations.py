@@ -442,6 +442,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         labels={"team": "nlp"}, annotations={"note": "x"})),
     "one more toleration": (None, cpu_job,
         lambda d: pod(d)["tolerations"].append({"key": "team", "operator": "Exists"})),
+    "a config on the shared file system": (None, cpu_job, lambda d: trainer(d).update(
+        command=["aliquot", "train", "/fsx/config.yaml"])),
     "the log of NCCL": (None, gpu_job, lambda d: set_variable(d, "NCCL_DEBUG", "WARN")),
     "a CPU for other daemonsets": (None, cpu_job, lambda d: both(d, "cpu", "30")),
     "a larger /tmp": (None, cpu_job, lambda d: next(

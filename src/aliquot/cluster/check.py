@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from aliquot.cluster.capacity import check_admission
 from aliquot.cluster.comparison import KEPT_RUNTIME_FIELDS, QUEUE_FIELDS, check_invariants, rendered_job
 from aliquot.cluster.fields import judge_fields
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported
@@ -108,13 +108,14 @@ def _check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSche
         )
     for manifest in manifests:
         api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
-        if not (isinstance(api_version, str) and _API_VERSION.match(api_version)):
-            yield finding("malformed", manifest, f"apiVersion is {api_version!r}", "like v1 or karpenter.sh/v1")
-            continue
-        if not (isinstance(kind, str) and kind.isalnum()):
-            yield finding("malformed", manifest, f"kind is {kind!r}", "a word")
-            continue
-        if not missing:
+        has_version = isinstance(api_version, str) and _API_VERSION.match(api_version)
+        has_kind = isinstance(kind, str) and kind.isalnum()
+        yield from failures(
+            manifest,
+            Check(not has_version, "malformed", f"apiVersion is {api_version!r}", "like v1 or karpenter.sh/v1"),
+            Check(not has_kind, "malformed", f"kind is {kind!r}", "a word"),
+        )
+        if has_version and has_kind and not missing:
             yield from _judged(manifest, known)
 
 

@@ -208,23 +208,20 @@ def _job_set_reaction(runtime: ManifestObject | None, reason: str, cause: str) -
 
 
 def _failures(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
-    if view.runtime is None:
-        return
-    fix = (
-        "podFailurePolicy, successPolicy and failurePolicy as `render` writes them: the first rule that matches counts"
-    )
     specs = [next((spec for name, spec in job_specs(item.runtime) if name == NODE), {}) for item in (view, twin)]
-    actual, rendered = (dig(spec, "successPolicy") for spec in specs)
-    if actual != rendered:
-        yield finding("failure-rules", view.runtime, f"successPolicy is {actual}; aliquot renders {rendered}", fix)
-    for event, code, disrupted in _ENDS:
-        actual, rendered = (reaction(item.runtime, code, disrupted) for item in (view, twin))
-        if actual != rendered:
+    rows = [("successPolicy", *(dig(spec, "successPolicy") for spec in specs))]
+    rows += [
+        (f"if a pod {event}, the reaction", *(reaction(item.runtime, code, disrupted) for item in (view, twin)))
+        for event, code, disrupted in _ENDS
+    ]
+    for what, actual, rendered in rows:
+        if actual != rendered and view.runtime is not None:
             yield finding(
                 "failure-rules",
                 view.runtime,
-                f"if a pod {event}, the reaction is {actual}; aliquot renders {rendered}",
-                fix,
+                f"{what} is {actual}; aliquot renders {rendered}",
+                "podFailurePolicy, successPolicy and failurePolicy as `render` writes them: the first rule that matches"
+                " counts",
             )
             return
 
@@ -253,11 +250,10 @@ def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         is_as_rendered = actual.get("medium") == rendered.get("medium") and (size or least) >= least
         if rendered and not (is_own and is_as_rendered):  # `check_mounted_config` checks claims and the config
             found = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
-            rule = "shm" if path == SHM else "scratch"
             yield finding(
-                rule,
+                "shm" if path == SHM else "scratch",
                 view.manifest,
-                f"{path} is {found}; aliquot renders emptyDir {rendered}",
+                f"{path} has {found}; aliquot renders emptyDir {rendered}",
                 f"the rendered volume, and its volumeMount at {path}",
             )
 

@@ -101,13 +101,12 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
     efa_interfaces = types[0].efa_interfaces if uses_nccl and section.may_use_efa else 0
     cpus = min(section.pod_cpus(item.allocatable_cpu_millicores) for item in types)
     memory = min(section.pod_memory_bytes(item.schedulable_bytes(efa_interfaces > 0)) for item in types)
-    plans = [plan]
-    if least is not None:
-        plans.append(least)
-        plan = replace(
-            plan, shm_bytes_per_node=max(plan.shm_bytes_per_node, least.shm_bytes_per_node),
-            scratch_bytes_per_node=max(plan.scratch_bytes_per_node, least.scratch_bytes_per_node),
-        )  # fmt: skip
+    plans = [plan, *([] if least is None else [least])]
+    plan = replace(
+        plan,
+        shm_bytes_per_node=max(item.shm_bytes_per_node for item in plans),
+        scratch_bytes_per_node=max(item.scratch_bytes_per_node for item in plans),
+    )
     shm = -(-plan.shm_bytes_per_node // MIB) * MIB
     if cpus < 1 or memory < MIB:
         raise ClusterError(f"{types[0].name} has nothing left for a pod beside the node's daemonsets")

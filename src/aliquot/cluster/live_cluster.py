@@ -16,7 +16,7 @@ from typing import Any
 
 from aliquot.cluster.aws_account import ask_account
 from aliquot.cluster.capacity import check_quota
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, schemas_of
@@ -158,18 +158,19 @@ def _secrets(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[
             name, key = reference.get("name"), reference.get("key")
             if not isinstance(name, str) or (space, name) in rendered:
                 continue
-            fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
             try:
                 # The template prints only the names of the Secret's keys, so that no secret leaves the cluster.
                 template = "-o", "go-template={{range $key, $value := .data}}{{$key}}\n{{end}}"
                 keys = kubectl.run("get", "secret", str(name), "-n", space, *template).split()
+                problem = f"has no key {key!r}"
             except Refused as refused:
                 if not refused.is_absent:
                     raise
-                yield finding("secret", view.manifest, f"Secret {space}/{name} does not exist", fix)
-            else:
-                if key not in keys:
-                    yield finding("secret", view.manifest, f"Secret {space}/{name} has no key {key!r}", fix)
+                keys, problem = [], "does not exist"
+            fix = f"kubectl create secret generic {name} -n {space} --from-file={key}=FILE"
+            yield from failures(
+                view.manifest, Check(key not in keys, "secret", f"Secret {space}/{name} {problem}", fix)
+            )
 
 
 def _named_objects(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:

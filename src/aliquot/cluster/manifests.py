@@ -146,10 +146,8 @@ def parse_manifests(text: str, name: str) -> Iterator[ManifestObject]:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ManifestError(f"not valid YAML: {describe_yaml_error(error, text)}", f"{name}:{line}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TooDeepError) as error:
         raise ManifestError(f"not valid YAML: {' '.join(str(error).split())}", name) from None
-    except TooDeepError as error:
-        raise ManifestError(str(error), name) from None
 
 
 def _objects(value: Any, place: str) -> Iterator[ManifestObject]:

@@ -32,27 +32,18 @@ def check_mounted_config(job: JobView, manifests: Sequence[ManifestObject]) -> I
     path = next((word for word in words if word.startswith("/") and word.endswith(_SUFFIXES)), None)
     if job.runtime is None or path is None or not any("aliquot" in word for word in words):
         return
-    mounted = job.mount(path)
-    if mounted is None:
-        yield finding(
-            "config-file",
-            job.manifest,
-            f"the command reads {path}, and no volume is mounted there",
-            "a volumeMount of the ConfigMap",
-            "warning",
-        )
-        return
-    mount, volume = mounted
+    mount, volume = job.mount(path) or ({}, {})
     name = dig(volume, "configMap", "name")
     config_map = next((item for item in select_kinds(manifests, "ConfigMap") if item.name == name), None)
-    if config_map is None:
-        yield finding(
-            "config-file",
-            job.manifest,
+    if config_map is None:  # also a config on the shared file system
+        yield from failures(job.manifest, Check(
+            not mount, "config-file", f"the command reads {path}, and no volume is mounted there",
+            "a volumeMount of the ConfigMap", "warning",
+        ), Check(
+            name, "config-file",
             f"ConfigMap/{name} with {path} is not among the manifests: nothing is compared with config and plan",
-            "check its file, too",
-            "warning",
-        )
+            "check its file, too", "warning",
+        ))  # fmt: skip
         return
     key = _key(mount, volume, path)
     texts = mapping(config_map.get("data"))

@@ -136,24 +136,29 @@ def environment(job: Job) -> list[Document]:
     return entries + [{"name": name, "valueFrom": {"secretKeyRef": key}} for name, key in keys.items()]
 
 
+def _volumes(job: Job, with_config: bool) -> list[tuple[Document, Document]]:
+    """Return the volumes of a pod, and how the trainer mounts each of them."""
+    shm = {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}
+    entries: list[tuple[object, str, str, Document]] = [
+        (with_config, _CONFIG, CONFIG_DIRECTORY, {"configMap": {"name": _config_name(job)}}),
+        (True, _SHARED, job.section.storage.mount_path, {"persistentVolumeClaim": {"claimName": job.claim_name}}),
+        (True, _TEMPORARY, "/tmp", {"emptyDir": {"sizeLimit": mebibytes(LOGS_BYTES)}}),
+        (job.scratch_bytes, _OFFLOAD, _OFFLOAD_DIRECTORY, {"emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}}),
+        (job.shm_bytes, _SHM, "/dev/shm", {"emptyDir": shm}),
+    ]
+    return [
+        ({"name": name, **source}, compact(name=name, mountPath=path, readOnly=True if name == _CONFIG else None))
+        for is_needed, name, path, source in entries
+        if is_needed
+    ]
+
+
 def volumes(job: Job, with_config: bool = True) -> list[Document]:
-    entries: list[Document] = [{"name": _CONFIG, "configMap": {"name": _config_name(job)}}] if with_config else []
-    entries += [shared_volume(job), {"name": _TEMPORARY, "emptyDir": {"sizeLimit": mebibytes(LOGS_BYTES)}}]
-    if job.scratch_bytes:
-        entries.append({"name": _OFFLOAD, "emptyDir": {"sizeLimit": mebibytes(job.scratch_bytes)}})
-    if job.shm_bytes:
-        entries.append({"name": _SHM, "emptyDir": {"medium": "Memory", "sizeLimit": mebibytes(job.shm_bytes)}})
-    return entries
+    return [volume for volume, _ in _volumes(job, with_config)]
 
 
 def volume_mounts(job: Job, with_config: bool = True) -> list[Document]:
-    mounts: list[Document] = [{"name": _CONFIG, "mountPath": CONFIG_DIRECTORY, "readOnly": True}] if with_config else []
-    mounts += [shared_mount(job), {"name": _TEMPORARY, "mountPath": "/tmp"}]
-    if job.scratch_bytes:
-        mounts.append({"name": _OFFLOAD, "mountPath": _OFFLOAD_DIRECTORY})
-    if job.shm_bytes:
-        mounts.append({"name": _SHM, "mountPath": "/dev/shm"})
-    return mounts
+    return [mount for _, mount in _volumes(job, with_config)]
 
 
 def shared_mount(job: Job) -> Document:

@@ -126,7 +126,7 @@ def _urls(job: Job) -> list[tuple[str, str]]:
     return [(key, value) for key, value in (*places, *job.config.data.every_path()) if value and "://" in value]
 
 
-def _packages(job: Job) -> Iterator[_Row]:
+def _packages(job: Job) -> list[_Row]:
     """Check that the image has the packages that the config needs."""
     config, extras = job.config, job.section.image_extras
     present = _shipped_extras()["cuda" if job.gpus else "cpu"] if extras is None else extras
@@ -137,14 +137,18 @@ def _packages(job: Job) -> Iterator[_Row]:
         **{f"observe.report_to: {name}": name for name in config.observe.report_to if name != "tensorboard"},
         **{f"{key}: {url}": "s3" for key, url in _urls(job) if url.startswith("s3://")},
     }
-    for key, extra in needs.items():
-        fix = f"--build-arg EXTRAS={','.join([*present, str(extra)])}, and the same in cluster.image_extras"
-        missing = extra is not None and extra not in present
-        yield key, Check(missing, "image-packages", f"needs the extra {extra}, which the image does not have", fix)
-    for key, url in _urls(job):
-        package = _FSSPEC.get(url.partition("://")[0])
-        message, fix = f"{url} needs {package}, which no extra brings", f"an image with {package}"
-        yield key, Check(package, "image-packages", message, fix, "warning")
+    packages = [(key, url, _FSSPEC.get(url.partition("://")[0])) for key, url in _urls(job)]
+    return [
+        *((key, Check(
+            extra is not None and extra not in present, "image-packages",
+            f"needs the extra {extra}, which the image does not have",
+            f"--build-arg EXTRAS={','.join([*present, str(extra)])}, and the same in cluster.image_extras",
+        )) for key, extra in needs.items()),
+        *((key, Check(
+            package, "image-packages", f"{url} needs {package}, which no extra brings", f"an image with {package}",
+            "warning",
+        )) for key, url, package in packages),
+    ]  # fmt: skip
 
 
 def _keys(job: Job) -> list[_Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from aliquot.cluster.fields import Field, none_of, one_of
@@ -68,40 +69,40 @@ RUNTIME_FIELDS = (
 def check_job(job: JobView, twin: Job | None) -> Iterator[RuleFinding]:
     """Check a TrainJob; with the plan and the config of `twin`, the job from which it was rendered, if it is known."""
     plan, grace_s = (None, None) if twin is None else (twin.plan, twin.config.checkpoint.grace_s)
-    name, most = job.manifest.name, max_job_name_length(job.nodes)
-    if len(name) > most:
-        yield finding(
-            "name-too-long",
-            job.manifest,
-            f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
-            "a shorter metadata.name",
-        )
     parts = (_trainer(job, twin is not None), _processes(job, plan), _resources(job), _memory(job, plan), _image(job))
-    for findings in (*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan)):
-        yield from findings
+    return chain(*parts, _lifetime(job, grace_s), _efa(job, plan), _deadline(job, plan))
 
 
 def _trainer(job: JobView, is_rendered: bool) -> Iterator[RuleFinding]:
     spec, known = mapping(job.manifest.get("spec")), [str(name) for name, _ in job_specs(job.runtime)]
+    name, most = job.manifest.name, max_job_name_length(job.nodes)
     runtime = f"{dig(spec, 'runtimeRef', 'kind') or 'ClusterTrainingRuntime'}/{dig(spec, 'runtimeRef', 'name')}"
     yield from failures(
         job.manifest,
+        Check(
+            len(name) > most,
+            "name-too-long",
+            f"{len(name)} letters, and with {job.nodes} nodes it may have {most}",
+            "a shorter metadata.name",
+        ),
         Check("trainer" not in spec, "no-trainer", "spec.trainer is missing", "spec.trainer with numNodes and command"),
         Check(
             job.runtime is None,
             "runtime",
             f"runtimeRef names {runtime}, which is not among the manifests",
-            did_you_mean(runtime, job.other_runtimes, "check its manifest, too", similarity=0.0),
+            did_you_mean(
+                runtime, job.other_runtimes, "check its manifest, too; kustomization.yaml lists it", similarity=0.0
+            ),
             "error" if is_rendered or job.other_runtimes else None,
         ),
         *(
             Check(
-                job.runtime is not None and name not in known,
+                job.runtime is not None and patched not in known,
                 "container-name",
-                f"patches {name!r}, which the runtime does not have",
-                did_you_mean(name, known, "the name of a replicated job of the runtime", similarity=0.0),
+                f"patches {patched!r}, which the runtime does not have",
+                did_you_mean(patched, known, "the name of a replicated job of the runtime", similarity=0.0),
             )
-            for name, _ in patches(job.manifest)
+            for patched, _ in patches(job.manifest)
         ),
     )
 

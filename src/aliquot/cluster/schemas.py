@@ -45,11 +45,9 @@ def violations(document: dict[str, Any], kind: KindSchema) -> list[Violation]:
     value = admitted(without_nulls(document) if is_core(kind.group) else document, kind.schema)
     errors = list(validator.iter_errors(value))
     mistyped_paths = [error.absolute_path for error in errors if error.validator == "type"]
-    results: list[Violation] = []
-    for error in errors:
-        if error.validator != _CEL or error.absolute_path not in mistyped_paths:  # else it would repeat the type error
-            results += _violations(error)
-    return list(dict.fromkeys(results))
+    # A CEL rule about a value of the wrong type would repeat the type error.
+    relevant = [error for error in errors if error.validator != _CEL or error.absolute_path not in mistyped_paths]
+    return list(dict.fromkeys(violation for error in relevant for violation in _violations(error)))
 
 
 def core_violations(document: dict[str, Any], version: str) -> list[Violation] | None:
