@@ -86,8 +86,15 @@ class StorageSection(Section):
         return _FSX_USD[rate] * self.size_gib / _HOURS_A_MONTH
 
     @model_validator(mode="after")
-    def check_mount_path(self) -> Self:
+    def check_path_and_kind(self) -> Self:
         path = PurePosixPath(self.mount_path)
+        needed = {
+            "claim": ("claim",),
+            "fsx-static": ("file_system_id", "dnsname", "mountname"),
+            "fsx-dynamic": ("subnet_id", "security_group_ids"),
+        }[self.kind]
+        missing = [name for name in needed if not getattr(self, name)]
+        source, target = (path and path.split("/")[2] for path in (self.s3_import_path, self.s3_export_path))  # buckets
         refuse(
             (".." in path.parts, f"storage.mount_path is {self.mount_path}: give it without `..`"),
             *(
@@ -98,19 +105,6 @@ class StorageSection(Section):
                 )
                 for reserved in _POD_PATHS
             ),
-        )
-        return self
-
-    @model_validator(mode="after")
-    def check_kind(self) -> Self:
-        needed = {
-            "claim": ("claim",),
-            "fsx-static": ("file_system_id", "dnsname", "mountname"),
-            "fsx-dynamic": ("subnet_id", "security_group_ids"),
-        }[self.kind]
-        missing = [name for name in needed if not getattr(self, name)]
-        source, target = (path and path.split("/")[2] for path in (self.s3_import_path, self.s3_export_path))  # buckets
-        refuse(
             (missing, f"storage of kind {self.kind} needs {', '.join(missing)}"),
             (
                 source is not None and (self.kind, self.deployment_type) != ("fsx-dynamic", "SCRATCH_2"),

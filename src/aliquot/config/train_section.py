@@ -249,7 +249,7 @@ class TrainSection(Section):
         return 2 if self.objective in PAIR_OBJECTIVES else 1
 
     @model_validator(mode="after")
-    def check_objective(self) -> Self:
+    def check_combinations(self) -> Self:
         is_smoothed = self.objective == "dpo" and self.loss_type in ("sigmoid", "robust")
         readers = {
             "beta": self.objective != "sft",
@@ -263,17 +263,9 @@ class TrainSection(Section):
         kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
         why = f"has no effect on train.objective: {self.objective}{kind}: leave it out"
         refuse_unused(self, "train.", (([key], is_read, why) for key, is_read in readers.items()))
-        return self
-
-    @model_validator(mode="after")
-    def check_precision(self) -> Self:
         if self.fp8 and self.precision == "fp32":
             raise ValueError("train.fp8 needs train.precision: bf16: set train.precision: bf16, or leave fp8 out")
         if self.fp8:
             self.precision = "bf16"
-        return self
-
-    @model_validator(mode="after")
-    def check_schedule(self) -> Self:
         validate_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
         return self
