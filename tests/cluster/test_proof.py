@@ -121,10 +121,10 @@ def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None
     """A rank of two nodes with one rank each, where the doctor finds a problem on the second node."""
 
     def examine(subject: Subject) -> Iterator[Finding]:  # the real doctor takes ten seconds
-        yield Finding("thp", "huge pages", "ok", "madvise", "nothing to do")
-        yield Finding("cores", "cores", "warning", "shared", "slower", "more cores")
+        yield Finding("ok", "madvise", "nothing to do", id="thp", title="huge pages")
+        yield Finding("warning", "shared", "slower", "more cores", id="cores", title="cores")
         if rank == 1:
-            yield Finding("storage", "run directory", "problem", "read-only", "no run can be written here")
+            yield Finding("problem", "read-only", "no run can be written here", id="storage", title="run directory")
 
     node_proof.examine = examine
     topology = Topology(rank, world_size, 0, 1, rank, world_size, "cpu", threads=1, cores=())

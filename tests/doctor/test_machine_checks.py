@@ -256,7 +256,7 @@ def test_clock_of_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_text_of_a_finding() -> None:
-    finding = Finding("shm", "/dev/shm", "warning", "64 MiB", "too small", "mount more")
+    finding = Finding("warning", "64 MiB", "too small", "mount more", id="shm", title="/dev/shm")
     assert finding.text() == "warning  shm: 64 MiB\n         too small\n         fix: mount more"
 
 

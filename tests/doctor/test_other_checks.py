@@ -187,12 +187,12 @@ def test_unconnected_ranks_are_a_problem() -> None:
 
 def test_the_last_line_names_what_to_read_again() -> None:
     findings = [
-        Finding("isa", "", "ok", "", ""),
-        Finding("smt", "", "warning", "", ""),
-        Finding("shm", "", "warning", "", ""),
+        Finding("ok", "", "", id="isa"),
+        Finding("warning", "", "", id="smt"),
+        Finding("warning", "", "", id="shm"),
     ]
     assert summary(findings) == "0 problems; 2 warnings: smt, shm"
-    assert summary([*findings[:2], Finding("port", "", "problem", "", "")]) == "1 problem: port; 1 warning: smt"
+    assert summary([*findings[:2], Finding("problem", "", "", id="port")]) == "1 problem: port; 1 warning: smt"
 
 
 def test_unwritable_findings_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from aliquot.core.number_format import count_of
 from aliquot.distributed.auto_ranks import max_cpu_ranks
 from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_preferred_node
 from aliquot.distributed.topology import threads_per_rank
-from aliquot.doctor.finding import Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Subject, check
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import faster_precision, format_cpu_list, numa_nodes, parse_cpu_list, sibling_cpus
 from aliquot.machine.memory import memory_limit
@@ -20,19 +20,19 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @check("isa", "instructions")
-def check_isa(subject: Subject) -> Verdict:
+def check_isa(subject: Subject) -> Finding:
     """Check whether the CPU has fast instructions for matrix products."""
     cpu = subject.cpu
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
     if faster_precision(cpu.isa) == "bf16":
-        return Verdict(
+        return Finding(
             "ok", observed, meaning="the CPU has instructions for bf16 products: `train.precision: auto` is bf16"
         )
     if cpu.isa:
-        return Verdict(
+        return Finding(
             "ok", observed, meaning="products are faster in fp32 than in bf16: `train.precision: auto` is fp32"
         )
-    return Verdict(
+    return Finding(
         "problem",
         observed,
         meaning="torch has no fast kernels for this CPU",
@@ -41,15 +41,15 @@ def check_isa(subject: Subject) -> Verdict:
 
 
 @check("amx", "AMX permission")
-def check_amx(subject: Subject) -> Verdict:
+def check_amx(subject: Subject) -> Finding:
     """Check that Linux permits AMX tiles, because the CPU flags do not show this permission."""
     if "amx_bf16" not in subject.cpu.isa:
-        return Verdict("ok", "no AMX on this CPU", meaning="nothing to permit")
+        return Finding("ok", "no AMX on this CPU", meaning="nothing to permit")
     # Request permission for AMX tile data, as oneDNN does.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, ctypes.c_ulong(_XFEATURE_XTILEDATA)) == 0:
-        return Verdict("ok", "granted", meaning="bf16 products run in AMX tiles, several times AVX-512")
-    return Verdict(
+        return Finding("ok", "granted", meaning="bf16 products run in AMX tiles, several times AVX-512")
+    return Finding(
         "problem",
         f"the CPU has AMX, the kernel refuses it: {os.strerror(ctypes.get_errno())}",
         meaning="oneDNN falls back to AVX-512, several times slower",
@@ -58,7 +58,7 @@ def check_amx(subject: Subject) -> Verdict:
 
 
 @check("kernels", "matmul kernels")
-def check_kernels(subject: Subject) -> Verdict:
+def check_kernels(subject: Subject) -> Finding:
     """Compare the kernel that oneDNN reports for a bf16 product with the abilities of the CPU."""
     from aliquot.machine.matmul import matmul_kernel
 
@@ -66,17 +66,17 @@ def check_kernels(subject: Subject) -> Verdict:
     observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
     best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
     if best is None:
-        return Verdict("ok", observed, meaning="matrix products use the available kernel")
+        return Finding("ok", observed, meaning="matrix products use the available kernel")
     if best in kernel or "amx" in kernel:
-        return Verdict("ok", observed, meaning="products run on the best kernel that this CPU has")
+        return Finding("ok", observed, meaning="products run on the best kernel that this CPU has")
     fix = "install the torch of `pip install torch`; see `amx` for its permission"
     if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
         observed, fix = f"{observed} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
-    return Verdict("warning", observed, meaning=f"the CPU has {best}, and torch does not use it", fix=fix)
+    return Finding("warning", observed, meaning=f"the CPU has {best}, and torch does not use it", fix=fix)
 
 
 @check("cores", "cores")
-def check_cores(subject: Subject) -> Verdict:
+def check_cores(subject: Subject) -> Finding:
     """Check how many cores the process may use, by affinity (taskset, a cpuset) and by the quota of the cgroup."""
     cpu = subject.cpu
     online = parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")
@@ -85,14 +85,14 @@ def check_cores(subject: Subject) -> Verdict:
     observed = f"{len(cpu.cores)} physical cores, {allowed} of {allowed + hidden} logical CPUs allowed, {quota}"
     meaning = f"{count_of(cpu.usable_cores, 'thread')} can compute at once"
     if cpu.quota is not None and cpu.quota < 1:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning="less than one CPU: training stalls most of the time",
             fix="raise the container's CPU limit",
         )
     if hidden > 0:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning=f"{count_of(hidden, 'CPU is', 'CPUs are')} not available to this process; {meaning}",
@@ -100,55 +100,55 @@ def check_cores(subject: Subject) -> Verdict:
         )
     if cpu.is_throttled and cpu.quota is not None:
         meaning += ", and ranks are not pinned, because other containers use the same cores"
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning=meaning,
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own",
         )
-    return Verdict("ok", observed, meaning=meaning)
+    return Finding("ok", observed, meaning=meaning)
 
 
 @check("smt", "SMT")
-def check_smt(subject: Subject) -> Verdict:
+def check_smt(subject: Subject) -> Finding:
     """Check whether other processes may use the second hardware threads of this process's cores."""
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
     observed = f"{count_of(threads, 'hardware thread')} a core"
     if threads == 1:
-        return Verdict("ok", observed, meaning="every logical CPU is a core of its own")
+        return Finding("ok", observed, meaning="every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning=f"{halves} of {len(cores)} cores are shared: a process on their second thread halves the speed",
             fix="give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings",
         )
-    return Verdict("ok", observed, meaning="a matmul fills a core: ranks take one thread of each")
+    return Finding("ok", observed, meaning="a matmul fills a core: ranks take one thread of each")
 
 
 @check("numa", "NUMA")
-def check_numa(subject: Subject) -> Verdict:
+def check_numa(subject: Subject) -> Finding:
     """Check the NUMA nodes, and whether a process may prefer the memory of one node."""
     nodes = sorted(set(numa_nodes(subject.root).get(cpu, 0) for cpu in subject.allowed))
     if len(nodes) == 1:
-        return Verdict("ok", "one NUMA node", meaning="memory access is uniform")
+        return Finding("ok", "one NUMA node", meaning="memory access is uniform")
     observed = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     if has_memory_policy():
         observed += ", a memory policy is set (numactl?)"
-        return Verdict(
+        return Finding(
             "ok", observed, meaning="aliquot keeps the policy and does not choose a node for a rank's memory"
         )
     if not set_preferred_node(nodes[0]):
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="the kernel refuses a memory policy: a rank's memory may lie on another node",
             fix="allow set_mempolicy (CAP_SYS_NICE, or a seccomp profile with it)",
         )
     set_preferred_node(None)
-    return Verdict(
+    return Finding(
         "ok",
         observed,
         meaning="ranks stay on one node, which has a copy of the weights; launch.ranks: auto starts at least one per"
@@ -157,38 +157,38 @@ def check_numa(subject: Subject) -> Verdict:
 
 
 @check("threads", "threads")
-def check_threads(subject: Subject) -> Verdict:
+def check_threads(subject: Subject) -> Finding:
     """Compare the number of threads of all ranks with the number of cores."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
-        return Verdict("problem", str(error), meaning="no run starts", fix="correct or unset it")
+        return Finding("problem", str(error), meaning="no run starts", fix="correct or unset it")
     observed = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
     used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
     if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
         effect = f"a rank computes on {threads} of {cpu.usable_cores} cores, however many ranks run"
-        return Verdict("warning", observed, meaning=f"{source}={threads}: {effect}", fix=fix)
+        return Finding("warning", observed, meaning=f"{source}={threads}: {effect}", fix=fix)
     if used > cpu.usable_cores:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="threads take turns on a core, and every operation waits for the slowest thread",
             fix=fix,
         )
-    return Verdict("ok", observed, meaning="`launch.ranks: auto` starts these ranks, if there is work for all")
+    return Finding("ok", observed, meaning="`launch.ranks: auto` starts these ranks, if there is work for all")
 
 
 @check("pinning", "pinning")
-def check_pinning(subject: Subject) -> Verdict:
+def check_pinning(subject: Subject) -> Finding:
     """Check whether each rank can be pinned to separate cores."""
     cpu = subject.cpu
     ranks, _ = max_cpu_ranks(cpu, memory_limit(subject.root))
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0))
     except OSError as error:
-        return Verdict(
+        return Finding(
             "warning",
             f"refused: {error.strerror}",
             meaning="the kernel moves ranks between cores",
@@ -196,14 +196,14 @@ def check_pinning(subject: Subject) -> Verdict:
         )
     sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
     if ranks == 1:
-        return Verdict("ok", "one rank: no pinning needed", meaning="it may use every core")
+        return Finding("ok", "one rank: no pinning needed", meaning="it may use every core")
     if not sets[0]:
-        return Verdict(
+        return Finding(
             "warning",
             "not possible under a CPU quota",
             meaning="ranks may meet on a core: a few percent, and uneven steps",
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager",
         )
-    return Verdict(
+    return Finding(
         "ok", f"cores {' | '.join(map(format_cpu_list, sets))}", meaning="every rank has cores and caches of its own"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Literal, NamedTuple, ParamSpec
+from typing import Literal, ParamSpec
 
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
@@ -15,21 +15,12 @@ Level = Literal["ok", "warning", "problem"]
 P = ParamSpec("P")
 
 
-class Verdict(NamedTuple):
-    """The result of one check without its name."""
-
-    level: Level
-    found: str  # the observed state
-    meaning: str  # the consequence for training
-    fix: str = ""  # empty if no fix is needed
-
-
 @dataclass(frozen=True)
 class Finding:
     """The result of one check. docs/guides/troubleshooting.md explains every `id`; ids do not change."""
 
-    id: str
-    title: str
+    id: str = field(default="", kw_only=True)  # `check` sets id and title
+    title: str = field(default="", kw_only=True)
     level: Level
     found: str  # the observed state
     meaning: str  # the consequence for training
@@ -50,11 +41,11 @@ def summary(findings: Sequence[Finding]) -> str:
     return "; ".join(parts)
 
 
-def check(id: str, title: str) -> Callable[[Callable[P, Verdict]], Callable[P, Finding]]:
-    """Decorate a function that returns a verdict, so that it returns a finding with this id and title."""
+def check(id: str, title: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:
+    """Decorate a function that returns a finding, so that the finding has this id and title."""
 
-    def decorate(judge: Callable[P, Verdict]) -> Callable[P, Finding]:
-        return wraps(judge)(lambda *args, **options: Finding(id, title, *judge(*args, **options)))
+    def decorate(judge: Callable[P, Finding]) -> Callable[P, Finding]:
+        return wraps(judge)(lambda *args, **options: replace(judge(*args, **options), id=id, title=title))
 
     return decorate
 

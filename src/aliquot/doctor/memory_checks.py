@@ -7,7 +7,7 @@ import re
 import resource
 
 from aliquot.core.number_format import gib
-from aliquot.doctor.finding import Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Subject, check
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
 from aliquot.machine.memory import kib_fields, memory_limit, too_little_lockable
@@ -17,7 +17,7 @@ _SHM_BYTES = 1 << 30
 
 
 @check("memory", "memory")
-def check_memory(subject: Subject) -> Verdict:
+def check_memory(subject: Subject) -> Finding:
     """Check the memory limit of this process, and the free memory below it."""
     ram = kib_fields(subject.root / "proc/meminfo")
     limit, left = memory_limit(subject.root), _available(subject, ram.get("MemAvailable", 0))
@@ -25,15 +25,15 @@ def check_memory(subject: Subject) -> Verdict:
     observed = f"{gib(limit)} by {source}, {gib(left)} of it free"
     fix = "raise the container's memory limit, or end other processes that use memory"
     if left < _LEAST_BYTES:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning="too little for one rank: Python, torch and a small model take about 2 GiB",
             fix=fix,
         )
     if left < _GOOD_BYTES:
-        return Verdict("warning", observed, meaning="enough for small models with few ranks only", fix=fix)
-    return Verdict("ok", observed, meaning="16 bytes per parameter over all ranks, and activations, must fit")
+        return Finding("warning", observed, meaning="enough for small models with few ranks only", fix=fix)
+    return Finding("ok", observed, meaning="16 bytes per parameter over all ranks, and activations, must fit")
 
 
 def _available(subject: Subject, ram_bytes: int) -> int:
@@ -51,65 +51,65 @@ def _available(subject: Subject, ram_bytes: int) -> int:
 
 
 @check("huge-pages", "transparent huge pages")
-def check_huge_pages(subject: Subject) -> Verdict:
+def check_huge_pages(subject: Subject) -> Finding:
     """Check transparent huge pages, which save page faults for new tensors."""
     setting = re.search(r"\[(\w+)\]", read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
     observed = setting[1] if setting else "not reported by this kernel"
     if observed == "never":
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="pages of large tensors are faulted in 4 KiB at a time: the first steps are slower",
             fix="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node",
         )
-    return Verdict("ok", observed, meaning="the setting changes a step by a few percent at most")
+    return Finding("ok", observed, meaning="the setting changes a step by a few percent at most")
 
 
 @check("allocator", "allocator")
-def check_allocator(subject: Subject) -> Verdict:
+def check_allocator(subject: Subject) -> Finding:
     """Check whether an allocator is installed that keeps freed memory for later tensors."""
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
     if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
-        return Verdict(
+        return Finding(
             "warning", f"{ALLOCATOR_VARIABLE}=none: left alone", meaning=meaning, fix=f"unset {ALLOCATOR_VARIABLE}"
         )
     environ = {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}
     preloaded = allocator_environment(environ, subject.root).get("LD_PRELOAD", "")
     if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
-        return Verdict(
+        return Finding(
             "warning",
             "neither tcmalloc nor jemalloc is installed",
             meaning=meaning,
             fix="apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs",
         )
-    return Verdict("ok", f"ranks start with {preloaded}", meaning="the allocator keeps freed memory for the next step")
+    return Finding("ok", f"ranks start with {preloaded}", meaning="the allocator keeps freed memory for the next step")
 
 
 @check("shm", "/dev/shm")
-def check_shm(subject: Subject) -> Verdict:
+def check_shm(subject: Subject) -> Finding:
     """Check /dev/shm, which has 64 MiB in a pod unless more is mounted."""
     directory = subject.root / "dev/shm"
     needs = "aliquot's own ranks use anonymous shared memory and need none; DeepSpeed's and NCCL's do"
     fix = "mount an emptyDir with medium: Memory at /dev/shm (it counts against the memory limit); docker: --shm-size"
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        return Verdict("warning", "missing or not writable", meaning=needs, fix=fix)
+        return Finding("warning", "missing or not writable", meaning=needs, fix=fix)
     stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     observed = f"{gib(total)}, {gib(free)} free"
     if free < _SHM_BYTES:
-        return Verdict("warning", observed, meaning=needs, fix=fix)
-    return Verdict("ok", observed, meaning="enough for DeepSpeed and NCCL; aliquot's own ranks need none")
+        return Finding("warning", observed, meaning=needs, fix=fix)
+    return Finding("ok", observed, meaning="enough for DeepSpeed and NCCL; aliquot's own ranks need none")
 
 
 @check("open-files", "open files")
-def check_open_files(subject: Subject) -> Verdict:
+def check_open_files(subject: Subject) -> Finding:
     """Check the limit of file descriptors, for sockets to every rank, checkpoint files and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     observed, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
     if soft < 256:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning="a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or"
@@ -117,25 +117,25 @@ def check_open_files(subject: Subject) -> Verdict:
             fix=fix,
         )
     if soft < 1024:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="enough for one machine; more nodes and more checkpoint shards need more",
             fix=fix,
         )
-    return Verdict("ok", observed, meaning="enough for sockets and checkpoint files")
+    return Finding("ok", observed, meaning="enough for sockets and checkpoint files")
 
 
 @check("locked-memory", "locked memory")
-def check_locked_memory(subject: Subject) -> Verdict:
+def check_locked_memory(subject: Subject) -> Finding:
     """Check the limit of locked memory, which network cards with RDMA need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     observed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
     if too_little_lockable(subject.root) is not None:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning="EFA and InfiniBand register memory and fail without",
             fix="ulimit -l unlimited; LimitMEMLOCK=infinity for the container runtime",
         )
-    return Verdict("ok", observed, meaning="enough for RDMA, or no RDMA card")
+    return Finding("ok", observed, meaning="enough for RDMA, or no RDMA card")

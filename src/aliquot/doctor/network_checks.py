@@ -11,7 +11,7 @@ import psutil
 from aliquot.core.errors import UsageError
 from aliquot.core.number_format import count_of
 from aliquot.distributed.gloo_interface import address_of, interface_towards
-from aliquot.doctor.finding import Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Subject, check
 from aliquot.machine.cgroup import read_text
 
 _CONNECT_S = 5.0
@@ -20,7 +20,7 @@ _PEER = re.compile(r"(?:\[(?P<address>[^][]+)]|(?P<name>[^][:]+))(?::(?P<port>[0
 
 
 @check("interface", "network interface")
-def check_interface(subject: Subject) -> Verdict:
+def check_interface(subject: Subject) -> Finding:
     """Check the interfaces that are up, and the choice of GLOO_SOCKET_IFNAME."""
     status = psutil.net_if_stats()
     up = [name for name in sorted(status) if status[name].isup and address_of(name) != "no address"]
@@ -28,39 +28,39 @@ def check_interface(subject: Subject) -> Verdict:
     outside = [name for name in up if not address_of(name).startswith("127.")]
     chosen = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen and chosen not in up:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning=f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: ranks cannot connect",
             fix="unset or correct it",
         )
     if chosen == "lo" and outside:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one",
             fix="for several nodes, unset it",
         )
     if not outside:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="this machine cannot reach another",
             fix="for several nodes, bring an interface up",
         )
     if chosen:
-        return Verdict("ok", observed, meaning=f"GLOO_SOCKET_IFNAME says {chosen}")
-    return Verdict("ok", observed, meaning="with several nodes the one that leads to node 0 is taken")
+        return Finding("ok", observed, meaning=f"GLOO_SOCKET_IFNAME says {chosen}")
+    return Finding("ok", observed, meaning="with several nodes the one that leads to node 0 is taken")
 
 
 @check("names", "own name")
-def check_names(subject: Subject) -> Verdict:
+def check_names(subject: Subject) -> Finding:
     """Check the address to which the host name resolves. Other tools use it, and so does gloo without an interface."""
     name, fix = socket.gethostname(), "an entry in /etc/hosts or DNS with the address that other nodes use"
     try:
         address = socket.gethostbyname(name)
     except (OSError, UnicodeError):  # UnicodeError: more than 63 characters without a dot
-        return Verdict(
+        return Finding(
             "warning",
             f"{name} does not resolve",
             meaning="aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may",
@@ -68,7 +68,7 @@ def check_names(subject: Subject) -> Verdict:
         )
     observed = f"{name} is {address}"
     if address.startswith("127."):
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach"
@@ -76,37 +76,37 @@ def check_names(subject: Subject) -> Verdict:
             fix=fix,
         )
     if interface_towards(address) is None:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="the name leads to another machine: gloo elsewhere would not find its own address",
             fix=fix,
         )
-    return Verdict("ok", observed, meaning="other programs find this machine by its name")
+    return Finding("ok", observed, meaning="other programs find this machine by its name")
 
 
 @check("port", "port")
-def check_port(subject: Subject) -> Verdict:
+def check_port(subject: Subject) -> Finding:
     """Check that the rendezvous port is free on this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", subject.port))
         except OSError as error:
-            return Verdict(
+            return Finding(
                 "warning",
                 f"{subject.port}: {error.strerror}",
                 meaning="this machine cannot be node 0 of several; runs on one machine choose a free port",
                 fix="set launch.master_port (MASTER_PORT) to a free one on all nodes, or end the process that uses it",
             )
-    return Verdict("ok", f"{subject.port} is free", meaning="nodes can meet here")
+    return Finding("ok", f"{subject.port} is free", meaning="nodes can meet here")
 
 
 @check("peers", "other nodes")
-def check_peers(subject: Subject) -> Verdict:
+def check_peers(subject: Subject) -> Finding:
     """Check that the other nodes answer. A refused connection is an answer, because no rank listens there yet."""
     if not subject.peers:
-        return Verdict("ok", "none given", meaning="--peers HOST,HOST tests connections to other nodes")
+        return Finding("ok", "none given", meaning="--peers HOST,HOST tests connections to other nodes")
     bad, good = [], []
     for host, port in parse_peers(subject):
         try:
@@ -119,13 +119,13 @@ def check_peers(subject: Subject) -> Verdict:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
     observed = "; ".join([*bad, *(f"reached {name}" for name in good)])
     if bad:
-        return Verdict(
+        return Finding(
             "problem",
             observed,
             meaning="nodes that do not reach each other cannot train",
             fix="DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route",
         )
-    return Verdict("ok", observed, meaning="every other node is reachable")
+    return Finding("ok", observed, meaning="every other node is reachable")
 
 
 def parse_peers(subject: Subject) -> list[tuple[str, int]]:
@@ -143,7 +143,7 @@ def parse_peers(subject: Subject) -> list[tuple[str, int]]:
 
 
 @check("efa", "EFA")
-def check_efa(subject: Subject) -> Verdict:
+def check_efa(subject: Subject) -> Finding:
     """Check that the container can use the EFA devices of the machine."""
     devices = [
         device.name
@@ -151,33 +151,33 @@ def check_efa(subject: Subject) -> Verdict:
         if read_text(device / "vendor") == _AMAZON and (read_text(device / "device") or "").startswith(_EFA)
     ]
     if not devices:
-        return Verdict("ok", "no EFA device", meaning="ranks of several nodes talk through TCP")
+        return Finding("ok", "no EFA device", meaning="ranks of several nodes talk through TCP")
     observed = f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})"
     if not any((subject.root / "dev/infiniband").glob("uverbs*")):
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="the container has no access to them: NCCL falls back to TCP",
             fix="request vpc.amazonaws.com/efa in the pod",
         )
-    return Verdict("ok", observed, meaning="NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP")
+    return Finding("ok", observed, meaning="NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP")
 
 
 @check("nccl", "GPUs and NCCL")
-def check_nccl(subject: Subject) -> Verdict:
+def check_nccl(subject: Subject) -> Finding:
     """Compare the GPUs of the machine with those that torch sees, and report NCCL."""
     import torch
 
     devices = sorted((subject.root / "dev").glob("nvidia[0-9]*"))
     seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not devices and not seen:
-        return Verdict("ok", "no GPU", meaning="training is on the CPU")
+        return Finding("ok", "no GPU", meaning="training is on the CPU")
     if seen < len(devices):
-        return Verdict(
+        return Finding(
             "problem",
             f"{count_of(len(devices), 'GPU')}, torch {torch.__version__} sees {seen}",
             meaning="GPUs stay unused",
             fix="a torch built for CUDA and a driver that is new enough; CUDA_VISIBLE_DEVICES",
         )
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return Verdict("ok", f"{count_of(seen, 'GPU')}, NCCL {version}", meaning="one rank per GPU, connected by NCCL")
+    return Finding("ok", f"{count_of(seen, 'GPU')}, NCCL {version}", meaning="one rank per GPU, connected by NCCL")

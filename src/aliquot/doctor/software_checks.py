@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from aliquot.core.python_command import python_command
-from aliquot.doctor.finding import Level, Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Level, Subject, check
 from aliquot.machine.torch_compile import cpp_compiler
 
 _TIMEOUT_S = 180
@@ -29,25 +29,25 @@ _GONE = {
 
 
 @check("compiler", "C++ compiler")
-def check_compiler(subject: Subject) -> Verdict:
+def check_compiler(subject: Subject) -> Finding:
     """Check that the C++ compiler compiles with OpenMP, for torch.compile and DeepSpeed's operators."""
     name = cpp_compiler(subject.environ)
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
     if name is None:
-        return Verdict("warning", "none", meaning=meaning, fix=fix)
+        return Finding("warning", "none", meaning=meaning, fix=fix)
     failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
     if failure:
-        return Verdict("warning", f"{name} fails: {failure}", meaning=meaning, fix=fix)
-    return Verdict("ok", name, meaning="train.compile: layers can fuse the operations between matrix products")
+        return Finding("warning", f"{name} fails: {failure}", meaning=meaning, fix=fix)
+    return Finding("ok", name, meaning="train.compile: layers can fuse the operations between matrix products")
 
 
 @check("python-headers", "Python headers")
-def check_python_headers(subject: Subject) -> Verdict:
+def check_python_headers(subject: Subject) -> Finding:
     """Check for Python.h, which Inductor and DeepSpeed compile against."""
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
-        return Verdict(
+        return Finding(
             "warning",
             f"no Python.h in {include}",
             meaning="train.compile: layers and DeepSpeed's operators cannot be built",
@@ -56,17 +56,17 @@ def check_python_headers(subject: Subject) -> Verdict:
     name = cpp_compiler(subject.environ)
     failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
     if failure:
-        return Verdict(
+        return Finding(
             "warning",
             f"Python.h: {failure}",
             meaning="Inductor cannot build its wrappers",
             fix="install the headers of exactly this Python version",
         )
-    return Verdict("ok", include, meaning="Inductor can build its wrappers")
+    return Finding("ok", include, meaning="Inductor can build its wrappers")
 
 
 @check("versions", "versions")
-def check_versions(subject: Subject) -> Verdict:
+def check_versions(subject: Subject) -> Finding:
     """Check the installed versions for known problems."""
     versions = installed("torch", "transformers", *_GONE)
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
@@ -74,19 +74,19 @@ def check_versions(subject: Subject) -> Verdict:
     for package, fixed, level, meaning, version_to_install in _TRAPS:
         numbers = re.findall(r"\d+", versions.get(package, "").partition("+")[0])[:2]
         if numbers and tuple(map(int, numbers)) < fixed:
-            return Verdict(level, observed, meaning=meaning, fix=f"install {version_to_install}")
+            return Finding(level, observed, meaning=meaning, fix=f"install {version_to_install}")
     for package, meaning in _GONE.items():
         if package in versions:
-            return Verdict("warning", observed, meaning=meaning, fix=f"pip uninstall {package}")
-    return Verdict("ok", observed, meaning="no known trap")
+            return Finding("warning", observed, meaning=meaning, fix=f"pip uninstall {package}")
+    return Finding("ok", observed, meaning="no known trap")
 
 
 @check("deepspeed", "DeepSpeed")
-def check_deepspeed(subject: Subject) -> Verdict:
+def check_deepspeed(subject: Subject) -> Finding:
     """Check in another process that transformers and DeepSpeed, if installed, can be imported together."""
     versions = installed("transformers", "deepspeed")
     if "deepspeed" not in versions:
-        return Verdict("ok", "not installed", meaning="only shard.engine: deepspeed needs it")
+        return Finding("ok", "not installed", meaning="only shard.engine: deepspeed needs it")
     observed = ", ".join(f"{name} {number}" for name, number in versions.items())
     program = (
         "import deepspeed\n"
@@ -98,15 +98,15 @@ def check_deepspeed(subject: Subject) -> Verdict:
     try:
         subprocess.run(python_command("-c", program), check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
-        return Verdict(
+        return Finding(
             "warning",
             f"{observed}: {(error.stderr.strip().splitlines() or ['no message'])[-1]}",
             meaning=meaning,
             fix=fix,
         )
     except subprocess.TimeoutExpired:
-        return Verdict("warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning=meaning, fix=fix)
-    return Verdict("ok", observed, meaning="ZeRO-3 with transformers' own loading can be imported")
+        return Finding("warning", f"{observed}: not imported within {_TIMEOUT_S} s", meaning=meaning, fix=fix)
+    return Finding("ok", observed, meaning="ZeRO-3 with transformers' own loading can be imported")
 
 
 def installed(*packages: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from aliquot.core.small_files import flush_to_disk
-from aliquot.doctor.finding import Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Subject, check
 from aliquot.machine.facts import mount_of
 from aliquot.machine.storage import nearest_directory
 
@@ -20,7 +20,7 @@ _LEAST_BYTES, _GOOD_BYTES = 1 << 30, 20 << 30
 
 
 @check("storage", "run directory")
-def check_storage(subject: Subject) -> Verdict:
+def check_storage(subject: Subject) -> Finding:
     """Write, sync and rename a file like a checkpoint, then remove the file."""
     directory = nearest_directory(subject.run_directory)
     mount = mount_of(directory.resolve(), subject.root)
@@ -36,7 +36,7 @@ def check_storage(subject: Subject) -> Verdict:
             f"{directory} ({mount.kind}): {error.strerror}",
             "choose another run.directory, or mount it writable",
         )
-        return Verdict("problem", observed, meaning="no run can be written here", fix=fix)
+        return Finding("problem", observed, meaning="no run can be written here", fix=fix)
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     observed = (
         f"{directory} ({mount.kind}): {free / 2**30:.1f} GiB free, {_WRITE_BYTES >> 20} MiB durable in"
@@ -46,28 +46,28 @@ def check_storage(subject: Subject) -> Verdict:
         "a checkpoint takes 12 bytes a parameter, and checkpoint.keep of them are kept, and one that is being written"
     )
     if free < _LEAST_BYTES:
-        return Verdict("problem", observed, meaning=demand, fix="free space, or choose another run.directory")
+        return Finding("problem", observed, meaning=demand, fix="free space, or choose another run.directory")
     if free < _GOOD_BYTES:
-        return Verdict("warning", observed, meaning=demand, fix="more space for models above some 500 M")
+        return Finding("warning", observed, meaning=demand, fix="more space for models above some 500 M")
     if fsync_s > _SLOW_FSYNC_S:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="checkpoints take long to become durable",
             fix="a faster volume; checkpoint.async hides part of it",
         )
     if lacks := lacks or ("locks of this machine alone" if mount.locks_are_local else ""):
-        return Verdict(
+        return Finding(
             "warning",
             f"{observed}, {lacks}",
             meaning="a file that aliquot touches regularly locks the run directory, which a second run notices later",
             fix="mount with locks (Lustre: -o flock; NFS without nolock or local_lock)",
         )
-    return Verdict("ok", observed, meaning="checkpoints are synced to disk, then renamed")
+    return Finding("ok", observed, meaning="checkpoints are synced to disk, then renamed")
 
 
 @check("storage-clock", "clock of the run directory")
-def check_storage_clock(subject: Subject) -> Verdict:
+def check_storage_clock(subject: Subject) -> Finding:
     """Check that the clock of the file system agrees with the clock of this machine."""
     try:
         with tempfile.NamedTemporaryFile(
@@ -78,17 +78,17 @@ def check_storage_clock(subject: Subject) -> Verdict:
             flush_to_disk(file)
             skew = os.fstat(file.fileno()).st_mtime - before
     except OSError as error:
-        return Verdict("warning", str(error.strerror), meaning="it cannot be written", fix="see `storage`")
+        return Finding("warning", str(error.strerror), meaning="it cannot be written", fix="see `storage`")
     observed = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
     if abs(skew) > _SKEW_S:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="times of logs and checkpoints cannot be compared between nodes; caches may seem older than they"
             " are",
             fix="run chrony or ntpd on this machine and on the file server",
         )
-    return Verdict("ok", observed, meaning="times of files agree with those of logs")
+    return Finding("ok", observed, meaning="times of files agree with those of logs")
 
 
 def _write(file: Path) -> float:

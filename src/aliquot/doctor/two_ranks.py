@@ -27,7 +27,7 @@ from aliquot.distributed.ranks import Ranks, gather
 from aliquot.distributed.rendezvous import NodeGroup, single_node
 from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.topology import place_rank
-from aliquot.doctor.finding import Subject, Verdict, check
+from aliquot.doctor.finding import Finding, Subject, check
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import FLOP_PER_CYCLE, faster_precision, read_cpu
 from aliquot.machine.matmul import matmul_rate
@@ -74,10 +74,10 @@ def _start(rank: int, group: NodeGroup, subject: Subject) -> subprocess.Popen[st
 
 
 @check("self-test", "two ranks")
-def judge_self_test(report: dict[str, Any]) -> Verdict:
+def judge_self_test(report: dict[str, Any]) -> Finding:
     """Judge whether the collectives of two ranks gave correct results."""
     if "failure" in report:
-        return Verdict(
+        return Finding(
             "problem",
             report["failure"],
             meaning="ranks cannot be connected here",
@@ -85,13 +85,13 @@ def judge_self_test(report: dict[str, Any]) -> Verdict:
         )
     wrong = sorted({name for names in report["wrong"] for name in names})
     if wrong:
-        return Verdict(
+        return Finding(
             "problem",
             f"wrong: {', '.join(wrong)}",
             meaning="training would continue with wrong gradients",
             fix="see `versions`; report it with `aliquot doctor --json`",
         )
-    return Verdict(
+    return Finding(
         "ok",
         "sums, gathers and averages are right, by gloo, FSDP2 and shared memory",
         meaning="ranks of this machine can train together",
@@ -99,10 +99,10 @@ def judge_self_test(report: dict[str, Any]) -> Verdict:
 
 
 @check("matmul", "matmul rate")
-def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
+def judge_matmul(report: dict[str, Any], subject: Subject) -> Finding:
     """Compare the measured FLOP/s of two simultaneous ranks with the peak that clock and instructions allow."""
     if "failure" in report:
-        return Verdict("warning", "not measured", meaning="see `self-test`", fix="see `self-test`")
+        return Finding("warning", "not measured", meaning="see `self-test`", fix="see `self-test`")
     bf16, fp32 = (min(report["rates"][precision]) for precision in ("bf16", "fp32"))
     observed = (
         f"bf16 {bf16 / 1e9:.0f}, fp32 {fp32 / 1e9:.0f} GFLOP/s a rank, two of {report['threads']} threads at once"
@@ -111,25 +111,25 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Verdict:
     name = faster_precision(subject.cpu.isa)
     rate = bf16 if name == "bf16" else fp32
     if clock is None or not subject.cpu.isa:
-        return Verdict("ok", observed, meaning="the ceiling of MFU; the peak by instructions is not known for this CPU")
+        return Finding("ok", observed, meaning="the ceiling of MFU; the peak by instructions is not known for this CPU")
     per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][name == "fp32"]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
     observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
     if rate < _MIN_EFFICIENCY * peak:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="the ceiling of every step: cores are shared with other work, throttled, or run slower kernels",
             fix="see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance",
         )
     if name == "bf16" and bf16 < fp32:
-        return Verdict(
+        return Finding(
             "warning",
             observed,
             meaning="bf16 is slower than fp32 here",
             fix="see `kernels`; or set train.precision=fp32",
         )
-    return Verdict("ok", observed, meaning="the ceiling of MFU")
+    return Finding("ok", observed, meaning="the ceiling of MFU")
 
 
 def main() -> None:
