@@ -360,6 +360,8 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     # what a reader of the tutorial edited
     "a config of longer sequences": ("planned-config", cpu_job, lambda d: change_config(
         d, "data", sequence_length=8192)),
+    "results in a directory that nobody makes": ("planned-config", cpu_job, lambda d: change_config(
+        d, "run", directory="/fsx/elsewhere")),
     "more steps by an override": ("planned-config", cpu_job, lambda d: trainer(d)["command"].append(
         "train.max_steps=2000")),
     "an adapter that was not planned": ("planned-config", cpu_job, lambda d: change_file(d, "config.yaml",

@@ -111,8 +111,8 @@ def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
         print(f"tokens/s, hours and USD are estimates: a factor of {off_by:.2g} either way")
     print(f"hours begin when nodes are asked for: {best.start_s / 60:.0f} minutes of the first offer until it trains")
     if any(offer.bought != offer.capacity for offer in results[:_MAX_ROWS]):
-        surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), best)
-        others = f"; the first other offer: {_price(surer)}" if best.bought != best.capacity else ""
+        surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), None)
+        others = f"; the first other offer: {_price(surer)}" if surer and best.bought != best.capacity else ""
         print(f"rarely free: AWS reserves such nodes as Capacity Blocks (cluster.capacity: [reserved]){others}")
     if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
         hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"

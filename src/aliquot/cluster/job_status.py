@@ -106,10 +106,8 @@ def why_waiting(pod: Object, events: Sequence[Object]) -> str | None:
 
 
 def _unschedulable(says: str) -> str:
-    for pattern, words in _UNSCHEDULABLE:
-        if (match := re.search(pattern, says)) is not None:
-            return words.format(*match.groups())
-    return "no node can take the pod"
+    matches = ((re.search(pattern, says), words) for pattern, words in _UNSCHEDULABLE)
+    return next((words.format(*match.groups()) for match, words in matches if match), "no node can take the pod")
 
 
 def _job(name: str, namespace: str, kubectl: Kubectl) -> Object:
@@ -167,11 +165,9 @@ def _node(name: Any, nodes: dict[str, Object]) -> str:
 
 
 def _ended(pod: Object) -> str | None:
-    for container in listed(dig(pod, "status", "containerStatuses")):
-        if (ended := dig(container, "state", "terminated")) and ended.get("exitCode"):
-            code = ended["exitCode"]
-            return f"exit code {code}: {_ENDED.get(code, ended.get('reason') or 'see the log')}"
-    return None
+    ends = [dig(container, "state", "terminated") for container in listed(dig(pod, "status", "containerStatuses"))]
+    codes = [(end["exitCode"], end.get("reason") or "see the log") for end in map(mapping, ends) if end.get("exitCode")]
+    return next((f"exit code {code}: {_ENDED.get(code, reason)}" for code, reason in codes), None)
 
 
 def _coming_nodes(kubectl: Kubectl) -> Iterator[str]:

@@ -19,9 +19,11 @@ from aliquot.core.errors import DeepspeedConfigError, UserError
 
 _SUFFIXES = (".yaml", ".yml")
 _LOST_WITH_THE_POD = ("emptyDir", "ephemeral")
-# The keys of a config on which memory and processes depend, and those on which only the duration depends.
+# The keys of a config on which memory, processes and the Job that makes directories depend, and those on which only the
+# duration depends.
 _PLANNED = (
-    r"(model|shard|adapter)\..*|launch\.(device|ranks|nodes|threads_per_rank)|data\.(sequence_length|packing)"
+    r"run\.directory|(model|shard|adapter)\..*|launch\.(device|ranks|nodes|threads_per_rank)"
+    r"|data\.(cache_directory|sequence_length|packing)"
     r"|train\.(objective|.*batch.*|gradient.*|precision|fp8|optimizer_states|compile|freeze)"
 )
 _TIMED = r"train\.(max_steps|num_train_epochs|eval_steps)|checkpoint\.every"

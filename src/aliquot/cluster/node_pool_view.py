@@ -73,10 +73,11 @@ def pool_view(pool: ManifestObject) -> PoolView:
         requirements=requirements,
         labels=mapping(pool.get("spec", "template", "metadata", "labels")),
         taints=pool.items("spec", "template", "spec", "taints"),
-        types=[node_type for node_type, labels in _labelled() if all(_meets(labels, item) for item in decided)],
+        types=[item for item in instances() if all(_meets(type_labels(item), condition) for condition in decided)],
     )
 
 
+@cache
 def type_labels(node_type: InstanceType) -> dict[str, str]:
     """Return the labels that Karpenter gives to nodes of an instance type, as far as aliquot's catalogue knows them."""
     labels = {
@@ -98,11 +99,6 @@ def type_labels(node_type: InstanceType) -> dict[str, str]:
             f"{_PREFIX}gpu-memory": str((node_type.gpu_memory_bytes or 0) >> 20),
         }
     return labels
-
-
-@cache
-def _labelled() -> list[tuple[InstanceType, dict[str, str]]]:
-    return [(node_type, type_labels(node_type)) for node_type in instances()]
 
 
 # Labels that the instance type determines. Other labels (capacity type, zone, custom labels) do not exclude types.
