@@ -184,9 +184,6 @@ def fit_messages(template: ChatTemplate, messages: Messages) -> tuple[Messages, 
     raise LeftOut("a record of which the chat template writes lists or objects as Python does, left out")
 
 
-Change = tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]
-
-
 def _forms(messages: Messages) -> Iterator[tuple[list[str], Messages]]:
     """Yield (changes, messages) to try: first the messages without nulls, then forms with more and more changes.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,12 @@ def _chunks(documents: Iterator[Document], spec: EncoderSpec, cut: Cut | None, w
         held = [] if document.ended else [parts.pop()]
         # `pieces` has searched the held text: an exact cut can only begin at the last character.
         searched = len(held[0]) - 1 if held and len(held[0]) > PIECE_CHARACTERS else 0
-        before_bytes, length, done_characters = done_bytes, max(1, sum(map(len, parts))), 0
-        for index, part in enumerate(parts):
+        before_bytes, ends = done_bytes, list(accumulate(map(len, parts)))
+        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
             texts.append((part, begins, document.ended and index == len(parts) - 1, document.where))
             begins = False
             characters += len(part)
-            done_characters += len(part)
-            done_bytes = before_bytes + (document.done_bytes - before_bytes) * done_characters // length
+            done_bytes = before_bytes + (document.done_bytes - before_bytes) * end // max(1, ends[-1])
             if characters >= CHUNK_CHARACTERS or len(texts) >= CHUNK_TEXTS:
                 yield _chunk(texts, done_bytes)
                 texts, characters = [], 0

@@ -18,7 +18,6 @@ from torch import Tensor
 from aliquot.machine.device_copies import send
 
 Name = Literal["dpo", "simpo", "orpo", "kto"]
-LossType = Literal["sigmoid", "ipo", "hinge", "robust"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Objective:
 
     name: Name
     beta: float = 0.1
-    loss_type: LossType = "sigmoid"
+    loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.5
     desirable_weight: float = 1.0

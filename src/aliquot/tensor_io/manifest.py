@@ -41,7 +41,6 @@ _UNREACHABLE = {
 }  # fmt: skip
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
-Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class FileRecord(BaseModel):
@@ -49,7 +48,7 @@ class FileRecord(BaseModel):
 
     model_config = _STRICT
     bytes: Annotated[int, Field(ge=0, lt=2**63)]
-    crc32: list[Crc32]
+    crc32: list[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
 class Manifest(BaseModel):

@@ -32,8 +32,6 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-Kernel = Callable[..., Tensor]  # has the signature of F.scaled_dot_product_attention
-
 
 @dataclass(frozen=True)
 class Scoring:
@@ -124,7 +122,11 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
 
 
 def causal(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, kernel: Kernel = F.scaled_dot_product_attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """Compute causal attention in one document. The last T of T_kv positions are queries.
 

@@ -16,12 +16,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from aliquot.nn.experts.expert_modules import weight_names
 
 Factors = tuple[Tensor, Tensor]  # A [E, r, in] and B [E, out, r], which includes the scaling of the adapter
-FactorsSource = Callable[[], Factors | None]
 
 _FACTORS = "aliquot_expert_adapters"  # attribute of a module: {name of its weight: source of its factors}
 
 
-def attach_factors(experts: nn.Module, weight_name: str, source: FactorsSource) -> None:
+def attach_factors(experts: nn.Module, weight_name: str, source: Callable[[], Factors | None]) -> None:
     """Let `source` give the adapter of a weight of `experts` for each pass; None: the pass has no adapter."""
     vars(experts).setdefault(_FACTORS, {})[weight_name] = source
 
