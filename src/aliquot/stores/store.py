@@ -167,7 +167,6 @@ class FsspecStore(Store):
 
         self._url = url
         self._details: dict[str, Mapping[str, object]] = {}  # of each path that `find` has listed
-        self._fs: Any
         try:
             self._fs, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:

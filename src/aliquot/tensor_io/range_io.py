@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -20,18 +20,19 @@ from aliquot.tensor_io.header import TensorEntry
 BUFFER_BYTES = 8 << 20
 
 
-class SourceFile:
+class SourceFile(ExitStack):
     """A safetensors file that several threads read at once. Every method raises UserError.
 
     `entry`: any tensor of the file. `drop`: whether to remove bytes from the page cache after reading.
     """
 
     def __init__(self, entry: TensorEntry, checksums: BlockChecksums | None = None, drop: bool = False) -> None:
+        super().__init__()
         self.path = entry.file
         self._checksums = checksums
         self._drop = drop
         with reading(self.path):
-            self._file = open_regular(self.path)
+            self._file = self.enter_context(open_regular(self.path))
         size_bytes = os.fstat(self._file.fileno()).st_size
         if size_bytes != entry.file_bytes:
             self.close()
@@ -56,9 +57,6 @@ class SourceFile:
             self._checksums.add(self.path.name, offset, memory)
         if self._drop:
             os.posix_fadvise(self._file.fileno(), offset, len(memory), os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class RangeReader(ExitStack):
@@ -88,11 +86,11 @@ class RangeReader(ExitStack):
     def _open(self, entry: TensorEntry) -> SourceFile:
         if self._file is None or self._file.path != entry.file:
             self.close()
-            self._file = self.enter_context(closing(SourceFile(entry, self._checksums)))
+            self._file = self.enter_context(SourceFile(entry, self._checksums))
         return self._file
 
 
-class TargetFile:
+class TargetFile(ExitStack):
     """A safetensors file, already of its final size, that several threads write at once. Methods raise UserError.
 
     Written bytes are removed from the page cache after they reach the disk, because nobody reads them soon. Writes into
@@ -100,10 +98,11 @@ class TargetFile:
     """
 
     def __init__(self, path: Path, checksums: BlockChecksums | None = None) -> None:
+        super().__init__()
         self.path = path
         self._checksums = checksums
         with writing(path):
-            self._descriptor = os.open(path, os.O_WRONLY)
+            self._file = self.enter_context(path.open("r+b", buffering=0))
 
     def write(self, entry: TensorEntry, start: int, values: torch.Tensor) -> None:
         """Write elements from `start` on; `values` is a flat, contiguous CPU tensor of the stored dtype."""
@@ -111,28 +110,18 @@ class TargetFile:
         done = 0
         with writing(self.path):
             while done < len(memory):
-                done += os.pwrite(self._descriptor, memory[done:], offset + done)
+                done += os.pwrite(self._file.fileno(), memory[done:], offset + done)
         if self._checksums is not None:
             self._checksums.add(self.path.name, offset, memory)
         # This call makes the kernel write the dirty pages now. Otherwise dirty pages reach the limit at which the
         # kernel slows down every writer, and a save takes twice as long (measured).
-        os.posix_fadvise(self._descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file.fileno(), offset, len(memory), os.POSIX_FADV_DONTNEED)
 
     def sync_and_close(self) -> None:
         """Fsync and close the file."""
-        with self.closed_on_error(), writing(self.path):  # a network file system may report a full disk only here
-            os.fsync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(self._descriptor)
-
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
-        """Close the file if the `with` block raises an exception."""
-        try:
-            yield
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        with self, writing(self.path):  # a network file system may report a full disk only here
+            os.fsync(self._file.fileno())
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -65,7 +65,7 @@ def fill(
 
     drop = exceeds_page_cache(entry for entries in maps.values() for entry in entries.values())
     for pieces in work.pieces_of_files():
-        with closing(SourceFile(pieces[0].entry, checksums, drop)) as file, Pipeline() as pipeline:
+        with SourceFile(pieces[0].entry, checksums, drop) as file, Pipeline() as pipeline:
             for piece in pieces:
                 stored = piece.direct
                 if stored is None:
@@ -97,14 +97,16 @@ def drain(store: PartSource, maps: Maps, checksums: BlockChecksums | None = None
         synced = []  # another thread fsyncs a file while the next file is written
         # Ranks begin with different files, because local file systems serialize writers of the same file.
         for pieces in work.pieces_of_files(spread=True):
-            file = TargetFile(pieces[0].entry.file, checksums)
-            with file.closed_on_error(), Pipeline() as pipeline:
-                for piece in pieces:
-                    stored = piece.direct
-                    if stored is None:
-                        stored = pipeline.buffer(piece)
-                        read_piece(piece, stored)
-                    pipeline.add(partial(file.write, piece.entry, piece.start, stored), partial(work.count, piece))
+            with ExitStack() as opened:
+                file = opened.enter_context(TargetFile(pieces[0].entry.file, checksums))
+                with Pipeline() as pipeline:
+                    for piece in pieces:
+                        stored = piece.direct
+                        if stored is None:
+                            stored = pipeline.buffer(piece)
+                            read_piece(piece, stored)
+                        pipeline.add(partial(file.write, piece.entry, piece.start, stored), partial(work.count, piece))
+                opened.pop_all()  # the file stays open until it is synced
             synced.append(disk.submit(file.sync_and_close))
         for future in synced:
             future.result()
