@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +95,16 @@ def restore(
             sizes = read_manifest(directory).sizes(_header_bytes(byte_maps))
             entries = {kind: byte_map.entries for kind, byte_map in byte_maps.items()}
             values_of_kind = {kind: values_of(stored) for kind, stored in entries.items()}
-        with _mismatch_explained(directory, explain_mismatch):
+        try:
             for kind, values in values_of_kind.items():
                 tensors = spec.tensors_of(kind)
                 check_tensors(tensors, values, directory, set(values) - {name for name, _ in tensors})
+        except WeightsFileError as error:  # users know their settings, but not the tensors
+            if not (changed := explain_mismatch(read_state(directory))):
+                raise
+            raise ResumeError(
+                f"{error}. {changed}: undo the change, or start a new run under another run.name"
+            ) from None
         scales_and_values = StoredParts(store, entries).scales_and_values()
         with reading_checkpoint():
             for parts in scales_and_values:
@@ -157,18 +162,6 @@ def _header_bytes(byte_maps: Mapping[Kind, ByteMap]) -> dict[Path, int]:
 
 def _byte_maps(directory: Path) -> dict[Kind, ByteMap]:
     return {kind: ByteMap.from_directory(directory, stem) for kind, stem in STEMS.items()}
-
-
-@contextmanager
-def _mismatch_explained(directory: Path, explain_mismatch: ExplainMismatch) -> Iterator[None]:
-    """Add changed settings to errors about tensors, because users know their settings, but not the tensors."""
-    try:
-        yield
-    except WeightsFileError as error:
-        changed = explain_mismatch(read_state(directory))
-        if not changed:
-            raise
-        raise ResumeError(f"{error}. {changed}: undo the change, or start a new run under another run.name") from None
 
 
 def _newest_on_rank_0(root: Path, below: int | None, ranks: RankGroup) -> Path | None:

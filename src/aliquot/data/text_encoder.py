@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import call, itemgetter
@@ -123,13 +122,18 @@ class TextEncoder:
         if not self._tokenizer.is_fast:
             raise TokenizerError("answers need a fast tokenizer, one with a tokenizer.json")
         ids, places, at = [], [], 0
-        with _whole_offsets(self._tokenizer):
+        # The post-processor may trim spaces from token offsets. A token of spaces would then have an empty span.
+        backend = self._tokenizer.backend_tokenizer
+        processor, backend.post_processor = backend.post_processor, None
+        try:
             for start, stop in [*stretches, (len(text), len(text))]:
                 for begin, end, as_text in ((at, start, False), (start, stop, True)):
                     encoded = self._piece(text[begin:end], as_text, begin > 0) if begin < end else []
                     ids += [number for number, _ in encoded]
                     places += [(begin + low, begin + high) for _, (low, high) in encoded]
                 at = stop
+        finally:
+            backend.post_processor = processor
         if spans is None:
             return ids, [1] * len(ids)
         starts, stops = zip(*sorted(span for span in spans if span[0] < span[1]), (math.inf, math.inf), strict=True)
@@ -154,17 +158,3 @@ class TextEncoder:
             if all(low >= 0 for _, (low, _) in placed):
                 return placed
         return pairs
-
-
-@contextmanager
-def _whole_offsets(tokenizer: Any) -> Iterator[None]:
-    """Disable the post-processor of a tokenizer inside the `with` block.
-
-    The post-processor may trim spaces from token offsets. A token of spaces would then have an empty span.
-    """
-    backend = tokenizer.backend_tokenizer
-    processor, backend.post_processor = backend.post_processor, None
-    try:
-        yield
-    finally:
-        backend.post_processor = processor
