@@ -187,16 +187,25 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
     if not scheduler or scheduler.get("type") == AUTO:
         return
     kind, options = scheduler.get("type"), scheduler.get("params", {})
-    if kind not in _SCHEDULERS:
-        raise _error("scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}", locations)
     steps = options.get("warmup_num_steps", 1)
     if steps == AUTO:
         steps = train.get("warmup_steps")
         steps = (train.get("warmup_ratio") or 0) if steps is None else steps
-    if steps != 0 and "warmup_type" not in options:
-        raise _error("scheduler", 'warms up along a logarithm by default: set "warmup_type": "linear"', locations)
-    if kind == "WarmupCosineLR" and "cos_min_ratio" not in options:
-        raise _error("scheduler", 'ends above 0 by default: set "cos_min_ratio": 0', locations)
+    for is_wrong, path, trouble in (
+        (kind not in _SCHEDULERS, "scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}"),
+        (
+            steps != 0 and "warmup_type" not in options,
+            "scheduler",
+            'warms up along a logarithm by default: set "warmup_type": "linear"',
+        ),
+        (
+            kind == "WarmupCosineLR" and "cos_min_ratio" not in options,
+            "scheduler",
+            'ends above 0 by default: set "cos_min_ratio": 0',
+        ),
+    ):
+        if is_wrong:
+            raise _error(path, trouble, locations)
 
 
 def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -48,21 +48,25 @@ class RunDirectory:
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         names -= {"logs", ROUNDS, LOCK, SECRET_FILE}
         is_used = any(not name.startswith((_MARKER, BEATING_LOCK)) for name in names)
-        resume, problem = config.checkpoint.resume, None
+        resume = config.checkpoint.resume
         can_resume = resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
-        if is_used and not self._is_run():
-            problem = "exists and is not a run of aliquot; choose another run.name or run.directory"
-        elif is_used and resume == "never":
-            problem = (
-                "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto"
-            )
-        elif self.export.exists() and not can_resume:
-            problem = (
+        for is_present, problem in (
+            (
+                is_used and not self._is_run(),
+                "exists and is not a run of aliquot; choose another run.name or run.directory",
+            ),
+            (
+                is_used and resume == "never",
+                "this run exists already and checkpoint.resume is `never`; choose another run.name, or resume: auto",
+            ),
+            (
+                self.export.exists() and not can_resume,
                 "this run has ended with its export, and no checkpoint is left to continue from; choose another"
-                " run.name"
-            )
-        if problem is not None:
-            raise RunDirectoryError(problem, self.path)
+                " run.name",
+            ),
+        ):
+            if is_present:
+                raise RunDirectoryError(problem, self.path)
 
     def create_marker(self) -> str:
         """On rank 0, create a marker file that all nodes must see in a shared directory, and return its name.
