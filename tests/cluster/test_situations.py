@@ -209,6 +209,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         d, perUnitStoragethroughput="250")),
     "a throughput that FSx does not sell": ("storage-parameters", dynamic_job, lambda d: parameters(
         d, perUnitStorageThroughput="300")),
+    # https://github.com/kubernetes-sigs/aws-fsx-csi-driver/issues/437
     "FSx's default version of Lustre": ("storage-parameters", dynamic_job, lambda d: (
         parameters(d, deploymentType="SCRATCH_2"), d["storage-class.yaml"]["parameters"].pop("fileSystemTypeVersion"))),
     "a space between security groups": ("storage-parameters", dynamic_job, lambda d: parameters(
@@ -376,6 +377,7 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
         mountPath="/scratch")),
     "a small disk for states": ("scratch", disk_job, lambda d: next(
         each for each in pod(d)["volumes"] if each["name"] == "offload")["emptyDir"].update(sizeLimit="1Gi")),
+    # https://github.com/aws/amazon-vpc-cni-k8s/pull/664
     "the node's names": ("name-resolution", cpu_job, lambda d: runtime_pod(d).update(hostNetwork=True)),
     "a deadline of a run in epochs": ("deadline", epochs_job, lambda d: replicated(d)["template"]["spec"].update(
         activeDeadlineSeconds=3600)),
@@ -428,6 +430,12 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     # https://github.com/aws/karpenter-provider-aws/issues/7729
     "a tenth of the nodes replaced at any time": ("consolidation", cpu_job, lambda d: pool(d).update(disruption={
         "consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "0s", "budgets": [{"nodes": "10%"}]})),
+    # https://github.com/kubernetes-sigs/karpenter/issues/1611
+    "nodes of nineteen minutes": ("node-expiry", cpu_job, lambda d: pool(d)["template"]["spec"].update(
+        expireAfter="19m", terminationGracePeriod="20m")),
+    # https://github.com/NVIDIA/nccl/issues/525
+    "eight GPUs without /dev/shm": ("shm", eight_gpus, lambda d: pod(d)["containers"][0]["volumeMounts"].remove(
+        mount(d, "shm"))),
     "a V100 in the pool": ("node-image-kind", gpu_job, lambda d: requirement(d, TYPE).update(values=["p3dn.24xlarge"])),
     # not caught
     "a startup taint that nobody removes": (None, cpu_job, lambda d: pool(d)["template"]["spec"].update(

@@ -56,17 +56,15 @@ def node_pool(job: Job) -> Document:
         "karpenter.sh/capacity-type": list(section.capacity),
         # List whole type names, because lists of families and of sizes would also allow other combinations.
         "node.kubernetes.io/instance-type": [node_type.name for node_type in job.types],
+        **({} if section.zone is None else {"topology.kubernetes.io/zone": [section.zone]}),
     }
-    if section.zone is not None:
-        allowed["topology.kubernetes.io/zone"] = [section.zone]
     requirements = [{"key": key, "operator": "In", "values": values} for key, values in allowed.items()]
     nodes = section.most_nodes + 1  # a lost node still counts towards the limit while its replacement starts
     limits = {
         "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
         "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
+        **({GPU: str(nodes * job.types[0].gpus)} if job.gpus else {}),
     }
-    if job.gpus:
-        limits[GPU] = str(nodes * job.types[0].gpus)
     node_spec = {
         "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
         "requirements": requirements,

@@ -25,6 +25,13 @@ _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
 _JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label that JobSet gives to pods; the JobSet has the TrainJob's name
 _RUNTIME = "aliquot.io/runtime"
+_EFA_VARIABLES = {
+    # Without huge pages, because a pod would have to request them, and no other program could use them.
+    "FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0",
+    # With NCCL_NET, a missing plugin ends the job; without it, NCCL would use TCP without a message. The log of INIT
+    # and NET names the network at the start.
+    "NCCL_NET": "AWS Libfabric", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET",
+}  # fmt: skip
 
 
 def config_map(job: Job) -> Document:
@@ -117,21 +124,16 @@ def command(job: Job) -> list[str]:
 
 def environment(job: Job) -> list[Document]:
     """Return the environment variables of a pod, without the PET_* variables, which Trainer's controller sets."""
-    variables = {"PYTHONUNBUFFERED": "1", "HOME": "/tmp"}  # the only directory in which any user may write
-    if uses_hub(job):
-        variables["HF_HOME"] = _hub_cache(job)
-    if job.gpus:
-        variables["NCCL_SOCKET_IFNAME"] = "^lo,docker"
-    if job.efa_interfaces:
-        # Without huge pages, because a pod would have to request them, and no other program could use them.
-        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}
-        # With NCCL_NET, a missing plugin ends the job; without it, NCCL would use TCP without a message. The log of
-        # INIT and NET names the network at the start.
-        variables |= {"NCCL_NET": "AWS Libfabric", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    token = job.section.huggingface_secret
+    variables = compact(
+        PYTHONUNBUFFERED="1",
+        HOME="/tmp",  # the only directory in which any user may write
+        HF_HOME=_hub_cache(job) if uses_hub(job) else None,
+        NCCL_SOCKET_IFNAME="^lo,docker" if job.gpus else None,
+        **(_EFA_VARIABLES if job.efa_interfaces else {}),
+    )
     entries: list[Document] = [{"name": name, "value": literal(value)} for name, value in variables.items()]
-    secrets = job.section.secrets
-    if (token := job.section.huggingface_secret) is not None:
-        secrets = {"HF_TOKEN": token, **secrets}
+    secrets = {**({} if token is None else {"HF_TOKEN": token}), **job.section.secrets}
     keys = {name: {"name": secret.name, "key": secret.key} for name, secret in secrets.items()}
     return entries + [{"name": name, "valueFrom": {"secretKeyRef": key}} for name, key in keys.items()]
 
@@ -221,8 +223,7 @@ def network_policy(job: Job, any_job: bool = False) -> Document:
     With `any_job`, the policy applies to all jobs of the same runtime in the namespace, and not only to `job`.
     """
     pods = {"podSelector": {"matchLabels": pod_labels(job, any_job)}}
-    ingress: list[Document] = [{"from": [pods]}]
-    if (port := job.config.observe.prometheus) is not None:
-        ingress.append({"ports": [{"protocol": "TCP", "port": port}]})
-    spec = {**pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    port = job.config.observe.prometheus
+    open_ports = [] if port is None else [{"ports": [{"protocol": "TCP", "port": port}]}]
+    spec = {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}, *open_ports]}
     return job.manifest("networking.k8s.io/v1", "NetworkPolicy", spec=spec)

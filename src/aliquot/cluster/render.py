@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aliquot.cluster.infrastructure import directory_job, node_class, node_pool, storage
 from aliquot.cluster.job import Job
-from aliquot.cluster.manifests import Document, ManifestObject, parse_manifests, read_manifests, to_yaml
+from aliquot.cluster.manifests import Document, ManifestObject, compact, parse_manifests, read_manifests, to_yaml
 from aliquot.cluster.pod import config_map, network_policy
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.trainjob import cluster_training_runtime, train_job, training_runtime
@@ -32,8 +32,7 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
         metadata = {"name": job.section.namespace}
         objects["namespace.yaml"] = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
     objects |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
-    if (maker := directory_job(job, any_run=runtime)) is not None:
-        objects["directories-job.yaml"] = maker
+    objects |= compact(**{"directories-job.yaml": directory_job(job, any_run=runtime)})
     objects["network-policy.yaml"] = network_policy(job, any_job=runtime)
     if runtime:
         return {**objects, _RUNTIME_FILE: cluster_training_runtime(job)}

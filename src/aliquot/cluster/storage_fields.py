@@ -56,15 +56,17 @@ def _conflicts(parameters: Any) -> list[str]:
     """Return what FSx refuses in parameters that are valid alone."""
     values = {str(key): str(value) for key, value in mapping(parameters).items() if _PARAMETERS.get(str(key))}
     kind, throughput = values.get("deploymentType"), values.get("perUnitStorageThroughput")
-    wrong = [f"{key} with {kind or 'SCRATCH_1'}" for key in sorted(_REFUSED.get(kind, set()) & values.keys())]
-    wrong += [f"{key} without {other}" for key, other in _NEEDED.items() if key in values and other not in values]
-    if throughput is not None and throughput not in _THROUGHPUTS.get(str(kind), (throughput,)):
-        wrong.append(f"{kind} with {throughput} MB/s per TiB, of which there are {', '.join(_THROUGHPUTS[str(kind)])}")
-    if throughput is None and kind in _THROUGHPUTS:
-        wrong.append(f"{kind} without perUnitStorageThroughput")
-    if values.get("storageType") == "HDD" and kind != "PERSISTENT_1":
-        wrong.append(f"HDD with {kind or 'SCRATCH_1'}")
-    return wrong
+    wrong = {
+        f"{kind} with {throughput} MB/s per TiB, of which there are {', '.join(_THROUGHPUTS.get(str(kind), ()))}":
+            throughput is not None and throughput not in _THROUGHPUTS.get(str(kind), (throughput,)),
+        f"{kind} without perUnitStorageThroughput": throughput is None and kind in _THROUGHPUTS,
+        f"HDD with {kind or 'SCRATCH_1'}": values.get("storageType") == "HDD" and kind != "PERSISTENT_1",
+    }  # fmt: skip
+    return [
+        *(f"{key} with {kind or 'SCRATCH_1'}" for key in sorted(_REFUSED.get(kind, set()) & values.keys())),
+        *(f"{key} without {other}" for key, other in _NEEDED.items() if key in values and other not in values),
+        *(reason for reason, is_wrong in wrong.items() if is_wrong),
+    ]
 
 
 def _lustre_version(parameters: Any) -> object:

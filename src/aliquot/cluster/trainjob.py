@@ -144,14 +144,13 @@ def _job_set(
 
 def _resources(job: Job) -> dict[str, str]:
     """Return the resources of a pod, for requests and equal limits, so that Kubernetes evicts the pod last."""
-    amounts = {"cpu": str(job.cpus), "memory": mebibytes(job.memory_bytes)}
-    if job.scratch_bytes:
-        amounts["ephemeral-storage"] = mebibytes(job.scratch_bytes + LOGS_BYTES)
-    if job.gpus:
-        amounts[GPU] = str(job.gpus)
-    if job.efa_interfaces:
-        amounts[EFA] = str(job.efa_interfaces)
-    return amounts
+    return compact(**{
+        "cpu": str(job.cpus),
+        "memory": mebibytes(job.memory_bytes),
+        "ephemeral-storage": mebibytes(job.scratch_bytes + LOGS_BYTES) if job.scratch_bytes else None,
+        GPU: str(job.gpus) if job.gpus else None,
+        EFA: str(job.efa_interfaces) if job.efa_interfaces else None,
+    })  # fmt: skip
 
 
 def _old_dialect(job: Job) -> bool:
