@@ -192,7 +192,7 @@ SECTIONS = {
     "moe_curve": ("Loss of a mixture", "Held-out loss of a mixture and of a dense model of the same active size."),
     "lora": ("LoRA", "Rank 16 on all linear layers, about 1,024 real tokens per rank and step."),
     "dpo": ("DPO", "Eight pairs per step on two ranks. *Before*: data, reference and the first step."),
-    "sampling": ("Sampling during training", "32 prompts of 32 tokens, continued by 64 tokens, one thread per rank."),
+    "sampling": ("Sampling during training", "Prompts of 32 tokens, continued by 64 tokens, one thread per rank."),
     "gpu": ("One GPU", "Sequences of 8,192 tokens, compiled layers. *Rows*: sequences per step, each a micro-batch."),
     "load": ("Loading", "A Hugging Face checkpoint, loaded into a sharded model."),
     "checkpoint": ("Saving and exporting", "Two ranks."),

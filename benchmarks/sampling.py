@@ -2,8 +2,8 @@
 
 python benchmarks/sampling.py --json sampling.json [--rounds 3]
 
-A Llama of 125 M parameters with random weights continues 32 prompts of 32 tokens by 64 tokens, in the precision that
-`train.precision: auto` chooses, with one thread per rank on its own core. transformers draws at temperature 1 with its
+A Llama of 125 M parameters with random weights continues 32 prompts, and then 128, of 32 tokens by 64 tokens, in the
+precision that `train.precision: auto` chooses, with one thread per rank on its own core. transformers draws at temperature 1 with its
 cache of keys and values. Each round draws once for warm-up and then three times; figures are medians over all rounds,
 which alternate between the contestants. transformers' continuous batching is no contestant: on a CPU, it takes half a
 minute for 16 tokens of a tiny model, because it lays out its cache anew.
@@ -29,7 +29,7 @@ from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, run_world, tell
 
 MODEL = smoke.choose(LLAMA_125M, smoke.TINY)
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = smoke.choose((32, 32, 64), (4, 4, 4))
+FEW, MANY, PROMPT_TOKENS, NEW_TOKENS = smoke.choose((32, 128, 32, 64), (2, 4, 4, 4))
 CONTESTANTS = {"aliquot, 1 rank": 1, "aliquot, 2 ranks": 2, "transformers": 1}  # ranks
 
 
@@ -40,20 +40,23 @@ def main() -> None:
     from aliquot.machine.allocator import allocator_environment
 
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", ""), "OMP_NUM_THREADS": "1"}
-    found: dict[str, list[list[Measured]]] = {who: [] for who in CONTESTANTS}
+    cases = [(who, prompts) for prompts in (FEW, MANY) for who in CONTESTANTS]
+    found: dict[tuple[str, int], list[list[Measured]]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         for _ in range(given.rounds):
-            for who, rounds in found.items():
-                rounds.append(run_world(__file__, CONTESTANTS[who], who, folder, environ=environ))
-                print(who, rounds[-1], flush=True)
-    rows = [_row(who, rounds) for who, rounds in found.items()]
-    one, two, peer = (row["tokens_per_s"] for row in rows)
-    targets = [
-        target("sampling_speed", one / peer if one and peer else None, 0.7, "higher"),
-        target("sampling_two_ranks", two / one if one and two else None, 1.8, "higher"),
-    ]
-    finish(f"sampling, 125m, {PROMPTS} prompts, {NEW_TOKENS} new tokens", rows, targets, given.json)
+            for (who, prompts), rounds in found.items():
+                rounds.append(run_world(__file__, CONTESTANTS[who], who, folder, str(prompts), environ=environ))
+                print(who, prompts, rounds[-1], flush=True)
+    rows = [_row(who, prompts, rounds) for (who, prompts), rounds in found.items()]
+    targets = []
+    for prompts in (FEW, MANY):
+        one, two, peer = (row["tokens_per_s"] for row in rows if row["prompts"] == prompts)
+        targets += [
+            target(f"sampling_speed_{prompts}", one / peer if one and peer else None, 0.7, "higher"),
+            target(f"sampling_two_ranks_{prompts}", two / one if one and two else None, 1.8, "higher"),
+        ]
+    finish(f"sampling, 125m, {NEW_TOKENS} new tokens", rows, targets, given.json)
 
 
 def write_model(folder: Path) -> None:
@@ -66,23 +69,23 @@ def write_model(folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "tokenizer")
 
 
-def _row(who: str, rounds: list[list[Measured]]) -> Row:
+def _row(who: str, prompts: int, rounds: list[list[Measured]]) -> Row:
     good = [ranks[0]["seconds"] for ranks in rounds if "failed" not in ranks[0]]
     if not good:
-        return {"who": who, "tokens_per_s": None, "note": rounds[0][0]["failed"]}
+        return {"who": who, "prompts": prompts, "tokens_per_s": None, "note": rounds[0][0]["failed"]}
     seconds = statistics.median(second for times in good for second in times)
-    return {"who": who, "tokens_per_s": PROMPTS * NEW_TOKENS / seconds}
+    return {"who": who, "prompts": prompts, "tokens_per_s": prompts * NEW_TOKENS / seconds}
 
 
 def rank() -> None:
-    who, folder = sys.argv[2:]
+    who, folder, count = sys.argv[2:]
     quiet()
     import torch
 
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["RANK"])]})
     draws = torch.Generator().manual_seed(1)
-    prompts = torch.randint(10, MODEL["vocab_size"], (PROMPTS, PROMPT_TOKENS), generator=draws).tolist()
+    prompts = torch.randint(10, MODEL["vocab_size"], (int(count), PROMPT_TOKENS), generator=draws).tolist()
     seconds = (aliquot_draws if who != "transformers" else transformers_draws)(Path(folder), prompts)
     tell({"seconds": seconds[1:]})
     os._exit(0)
@@ -93,7 +96,7 @@ def aliquot_draws(folder: Path, prompts: list[list[int]]) -> list[float]:
 
     config = aliquot.RunConfig.model_validate(
         {
-            "run": {"name": "sampling", "directory": str(folder / f"run-{os.environ['WORLD_SIZE']}")},
+            "run": {"name": "sampling", "directory": str(folder / f"run-{os.environ['WORLD_SIZE']}-{len(prompts)}")},
             "model": {"path": str(folder / "tokenizer")},
             "data": {"path": str(smoke.text()), "sequence_length": 256, "cache_directory": str(folder / "cache")},
             "train": {"max_steps": 1, "compile": "none"},
