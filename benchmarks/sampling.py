@@ -3,10 +3,10 @@
 python benchmarks/sampling.py --json sampling.json [--rounds 3]
 
 A Llama of 125 M parameters with random weights continues 32 prompts, and then 128, of 32 tokens by 64 tokens, in the
-precision that `train.precision: auto` chooses, with one thread per rank on its own core. transformers draws at temperature 1 with its
-cache of keys and values. Each round draws once for warm-up and then three times; figures are medians over all rounds,
-which alternate between the contestants. transformers' continuous batching is no contestant: on a CPU, it takes half a
-minute for 16 tokens of a tiny model, because it lays out its cache anew.
+precision that `train.precision: auto` chooses, with one thread per rank on its own core. transformers draws at
+temperature 1 with its cache of keys and values. Each round draws once for warm-up and then three times; figures are
+medians over all rounds, which alternate between the contestants. transformers' continuous batching is no contestant: on
+a CPU, it takes half a minute for 16 tokens of a tiny model, because it lays out its cache anew.
 """
 
 from __future__ import annotations

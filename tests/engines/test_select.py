@@ -61,7 +61,7 @@ FP8 = {"fp8": True}
         ({"offload": "disk"}, {}, on("cuda"), r"shard\.offload: disk needs shard\.engine: host, not fsdp"),
         ({"engine": "deepspeed"}, FP8, on("cuda"), "fsdp, not deepspeed"),
         ({"offload": "cpu"}, FP8, on("cuda"), r"needs shard\.offload: none"),
-        (NODES, FP8, on("cuda"), r"needs shard\.replicate: none"),
+        ({}, FP8, on("cuda"), "fp8 is for one GPU"),
         ({}, FP8 | {"freeze": ["*norm*"]}, on("cuda"), r"leave out train\.freeze or train\.fp8"),
     ],
 )  # fmt: skip
@@ -75,7 +75,7 @@ def test_settings_that_an_engine_cannot_follow_are_refused(
 def test_settings_of_one_engine_select_it() -> None:
     assert engine_class(config(shard={"collectives": "gloo"}), on(), 1)[0] == "fsdp"
     assert engine_class(config(shard=NODES), on("cuda", nodes=2), 1)[0] == "fsdp"
-    assert engine_class(config(train=FP8), on("cuda"), 1)[0] == "fsdp"
+    assert engine_class(config(train=FP8), on("cuda", ranks=1), 1)[0] == "fsdp"
     assert TrainSection(fp8=True).precision == "bf16"
     with pytest.raises(ValueError, match=r"set train\.precision: bf16, or leave fp8 out"):
         config(train=FP8 | {"precision": "fp32"})

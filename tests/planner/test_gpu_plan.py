@@ -163,10 +163,12 @@ def test_sharded_hopper_is_as_fast_as_published_runs() -> None:
 
 
 def test_fp8_needs_gpus_that_multiply_in_it() -> None:
-    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 8}, train={"fp8": True})
-    assert plan(config, Machine.from_instance("p5.48xlarge"), 1, 8).fp8
+    config = planned_config(WIDE, launch={"device": "cuda", "ranks": 1}, train={"fp8": True})
+    assert plan(config, Machine.from_instance("p5.48xlarge"), 1, 1).fp8
     with pytest.raises(EngineError, match=r"p4d\.24xlarge has A100"):
-        plan(config, Machine.from_instance("p4d.24xlarge"), 1, 8)
+        plan(config, Machine.from_instance("p4d.24xlarge"), 1, 1)
+    with pytest.raises(EngineError, match="fp8 is for one GPU"):
+        plan(config, Machine.from_instance("p5.48xlarge"), 1, 8)
 
 
 def test_the_plan_shows_both() -> None:

@@ -188,7 +188,7 @@ class TrainSection(Section):
     matrix products are faster in bf16 (CPUs with AMX, AVX512-BF16 or ARM's BF16, GPUs from Ampere on) and with fp8,
     otherwise fp32; a resumed run keeps the choice."""
     fp8: bool = False
-    """Compute matrix products of large linear layers in fp8; GPUs from Ada and Hopper on, engine fsdp only."""
+    """Compute matrix products of large linear layers in fp8; one GPU from Ada or Hopper on, engine fsdp only."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
     """Dtype of moments. bf16, int8: compressed moments, and gradient sums in bf16; engine host only."""
     compile: Literal["auto", "none", "layers"] = "auto"

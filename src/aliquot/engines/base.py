@@ -48,7 +48,7 @@ class EngineSpec:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # dtype of gradients on the network
     micro_batches: int | None = None  # per rank and optimizer step; None: unknown
     compile: Literal["none", "layers"] = "none"
-    fp8: bool = False  # for engine fsdp: the large linear layers multiply in fp8
+    fp8: bool = False  # for engine fsdp on one GPU: the large linear layers multiply in fp8
     collectives: Literal["auto", "shared_memory", "gloo"] = "gloo"  # for engine fsdp; auto: shared memory if possible
     hooks: PhaseHooks = PhaseHooks()
     deepspeed: Mapping[str, Any] | None = None  # for engine deepspeed: the complete DeepSpeed configuration

@@ -23,11 +23,11 @@ _SHARED_FRACTION = 0.5  # with engine auto: the most of a machine's memory that 
 
 
 def chosen_engine(
-    config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, even: bool = True
+    config: RunConfig, device: Literal["cpu", "cuda"], numel: int, memory_bytes: int, ranks: int, even: bool = True
 ) -> Literal["host", "fsdp", "deepspeed"]:
     """Return the engine for a model of `numel` parameters. Raises EngineError for an unsupported setting.
 
-    `memory_bytes`: the memory of a host; `even`: all hosts have the same number of ranks.
+    `memory_bytes`: the memory of a host; `ranks`: of all hosts; `even`: all hosts have the same number of ranks.
     """
     name = config.shard.engine
     compresses = config.adapter is not None and config.adapter.base != "bf16"
@@ -38,13 +38,13 @@ def chosen_engine(
     elif name == "auto":
         fits = compresses or numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
         name = "host" if device == "cpu" and even and config.shard.collectives != "gloo" and fits else "fsdp"
-    for message, applies in _refusals(config, device, name).items():
+    for message, applies in _refusals(config, device, name, ranks).items():
         if applies:
             raise EngineError(message)
     return name
 
 
-def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
+def _refusals(config: RunConfig, device: str, engine: str, ranks: int) -> dict[str, bool]:
     """Return the error for each combination of settings that no engine supports, and whether `config` has it."""
     shard, train = config.shard, config.train
     replicates, offloads = shard.replicate == "nodes", shard.offload != "none"
@@ -77,10 +77,9 @@ def _refusals(config: RunConfig, device: str, engine: str) -> dict[str, bool]:
         " the two to none": replicates and offloads,
         "train.fp8 is for GPUs: CPUs do not multiply in fp8. Leave it out": train.fp8 and device == "cpu",
         f"train.fp8 needs shard.engine: fsdp, not {engine}": train.fp8 and not fsdp,
-        "train.fp8 needs shard.offload: none: offloaded weights have no scales for fp8": train.fp8 and offloads,
-        # torch's DTensor would compute scales through process groups of the start-up proof, which are destroyed.
-        "train.fp8 needs shard.replicate: none: weights of replicas have no scales for fp8": train.fp8 and replicates,
+        "train.fp8 needs shard.offload: none": train.fp8 and offloads,
         f"train.fp8 trains all weights: leave out {frozen} or train.fp8": train.fp8 and freezes,
+        "train.fp8 is for one GPU, because nobody has measured it on several: leave it out": train.fp8 and ranks > 1,
     }
 
 
@@ -95,7 +94,7 @@ def engine_class(
     if config.shard.engine == "auto" and planned is not None and (even or planned != "host"):
         name = planned  # this node's memory does not decide, because other nodes may have more or less
     else:
-        name = chosen_engine(config, topology.device, numel, memory_limit(), even)
+        name = chosen_engine(config, topology.device, numel, memory_limit(), topology.world_size, even)
     if name == "host":
         from aliquot.engines.host.host_engine import HostEngine
 

@@ -114,4 +114,4 @@ class Planner(ModelOnMachine):
                 f"train.fp8: GPUs multiply in fp8 from Ada and Hopper on, and {self.machine.name} has"
                 f" {(self.machine.gpu_name or '').upper()}: leave it out, or take newer GPUs"
             )
-        return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes)
+        return chosen_engine(config, layout.device, self.shape.numel, self.machine.memory_bytes, layout.world_size)

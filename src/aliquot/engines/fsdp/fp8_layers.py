@@ -1,18 +1,14 @@
-"""Matrix products in fp8 in the linear layers of engine fsdp, by torchao.
+"""Matrix products in fp8 in the linear layers of engine fsdp on one GPU, by torchao.
 
 Each product scales both operands, as whole tensors, to the range of fp8. Master weights stay fp32, and layers pass bf16
-to each other. FSDP2 gathers the weights of these layers in fp8, which is half the bytes of bf16. GPUs from Ada and
-Hopper on multiply in fp8. On a CPU, torchao rounds the operands to fp8 and multiplies in fp32, for tests.
+to each other. GPUs from Ada and Hopper on multiply in fp8. On a CPU, torchao rounds the operands to fp8 and multiplies
+in fp32, for tests.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import nn
 
 from aliquot.core.errors import EngineError, MissingToolError, SelfTestError
 from aliquot.models.structure import decoder_layers
@@ -24,11 +20,11 @@ _SMALL_INPUT, _SMALL_OUTPUT = 4096, 1024
 _TOLERANCE = 2**-3  # relative to the norm: operands with 2 or 3 bits of mantissa give about 2^-4
 
 
-def use_fp8(model: nn.Module, device: torch.device, gathers: bool) -> None:
+def use_fp8(model: nn.Module, device: torch.device) -> None:
     """Compute products of the decoder layers' large linear layers in fp8. Call this before anything wraps the layers.
 
-    `gathers`: FSDP2 gathers the weights. Raises MissingToolError without torchao, EngineError if the GPU or the model
-    does not suit, and SelfTestError if the device multiplies wrongly.
+    Raises MissingToolError without torchao, EngineError if the GPU or the model does not suit, and SelfTestError if the
+    device multiplies wrongly.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _ADA:
         raise EngineError(
@@ -36,36 +32,14 @@ def use_fp8(model: nn.Module, device: torch.device, gathers: bool) -> None:
             " can: leave it out"
         )
     _prove(device)
-    converted = [layer for layer in decoder_layers(model) if _convert(layer, device, gathers)]
+    converted = [layer for layer in decoder_layers(model) if _convert(layer, device)]
     if not converted:
         raise EngineError(
             f"train.fp8: {type(model).__name__} has no linear layer that is large enough to gain from fp8: leave it out"
         )
 
 
-def update_scales(model: nn.Module) -> None:
-    """Compute the scales with which FSDP2 gathers weights in fp8. Call this after the weights change. Collective."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def master_weight(local: Any) -> Tensor:
-    """Return the plain tensor of a shard of torchao's tensor subclass, which becomes fp8 when FSDP2 gathers it.
-
-    Return other shards as they are.
-    """
-    plain: Tensor = getattr(local, local.__tensor_flatten__()[0][0]) if is_traceable_wrapper_subclass(local) else local
-    return plain
-
-
-def gathered_bytes(weight: Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a whole weight as FSDP2 gathers it: in fp8, or in `dtype`."""
-    local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
-    return weight.numel() * (1 if is_traceable_wrapper_subclass(local) else dtype.itemsize)
-
-
-def _convert(module: nn.Module, device: torch.device, gathers: bool) -> list[str]:
+def _convert(module: nn.Module, device: torch.device) -> list[str]:
     """Convert linear layers inside `module`, and return their names."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -73,9 +47,7 @@ def _convert(module: nn.Module, device: torch.device, gathers: bool) -> list[str
         raise MissingToolError("train.fp8 needs torchao: pip install 'aliquot[fp8]'") from None
     names = [name for name, part in module.named_modules() if _suits(part)]
     # With padding, a micro-batch may have any number of tokens: the gradient of a weight is a sum over tokens.
-    config = Float8LinearConfig(
-        emulate=device.type == "cpu", pad_inner_dim=True, enable_fsdp_float8_all_gather=gathers
-    )  # fmt: skip
+    config = Float8LinearConfig(emulate=device.type == "cpu", pad_inner_dim=True)
     convert_to_float8_training(module, module_filter_fn=lambda _, name: name in names, config=config)
     return names
 
@@ -99,7 +71,7 @@ def _prove(device: torch.device) -> None:
         layer.weight.data.copy_(weight)
         model = nn.Sequential(layer)
         if converts:
-            _convert(model, device, gathers=False)
+            _convert(model, device)
         inputs = values.clone().requires_grad_()
         output = model(inputs)
         leaves = [inputs, *model.parameters()]

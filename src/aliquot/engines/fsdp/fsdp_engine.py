@@ -25,7 +25,6 @@ from aliquot.core.number_format import count_of
 from aliquot.distributed.flight_recorder import connecting_nccl
 from aliquot.distributed.topology import Topology
 from aliquot.engines.base import Counters, EngineSpec
-from aliquot.engines.fsdp.fp8_layers import gathered_bytes, update_scales, use_fp8
 from aliquot.engines.fsdp.fsdp_collectives import (
     RoundedReduceScatter,
     StagingBuffer,
@@ -70,7 +69,7 @@ class FsdpEngine(ModelEngine, FlatParts):
             weight_decay=spec.weight_decay,
             rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
-        self._whole_bytes = sum(gathered_bytes(shard.parameter, spec.compute_dtype) for shard in self._shards)
+        self._whole_bytes = spec.compute_dtype.itemsize * sum(shard.parameter.numel() for shard in self._shards)
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -91,8 +90,6 @@ class FsdpEngine(ModelEngine, FlatParts):
         division = Division.join(spec.replicates, topology)
         # Inputs keep their dtype, because FSDP2 would also round the log-probabilities and lengths of answers.
         policy = MixedPrecisionPolicy(spec.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if spec.fp8:
-            use_fp8(meta, device, gathers=True)
         prepare_layers(meta, spec, topology)
         # FSDP2 pins the shards when `materialise` allocates them, before the optimizer gets them. From pinned memory,
         # copies to the GPU overlap with kernels.
@@ -167,8 +164,6 @@ class FsdpEngine(ModelEngine, FlatParts):
                 whole[shard.start : shard.stop] = shard.local
                 dist.all_reduce(whole)
                 shard.parameter.data.copy_(whole.view(shard.parameter.shape))
-        if self._spec.fp8:
-            update_scales(self._model)
 
     def resume_at(self, steps: int) -> None:
         self._optimizer.set_steps(steps)
@@ -226,8 +221,6 @@ class FsdpEngine(ModelEngine, FlatParts):
         # The GPU still updates the weights when the norm is known, and Python goes on with the next step.
         result = read_early(norm) if isinstance(norm, Tensor) else norm
         self._optimizer.step(learning_rate, norm, max_grad_norm)
-        if self._spec.fp8:
-            update_scales(self._model)
         if self._keeps_gradients:
             torch._foreach_zero_(gradients)
         return float(result)
@@ -293,7 +286,7 @@ def _group_bytes(module: nn.Module, dtype: torch.dtype) -> int:
         if child is not module and isinstance(child, FSDPModule)
         for parameter in child.parameters()
     }
-    return sum(gathered_bytes(weight, dtype) for weight in module.parameters() if id(weight) not in inner)
+    return dtype.itemsize * sum(weight.numel() for weight in module.parameters() if id(weight) not in inner)
 
 
 def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:

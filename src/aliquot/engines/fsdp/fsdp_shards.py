@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from aliquot.core.errors import EngineError
 from aliquot.distributed.ranks import gather
 from aliquot.distributed.topology import Topology
-from aliquot.engines.fsdp.fp8_layers import master_weight
 from aliquot.tensor_io.parts import Kind, Part, row_ranges
 
 
@@ -116,7 +115,7 @@ def local_shards(model: nn.Module, division: Division, topology: Topology) -> li
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
             first, _ = row_ranges(shape, division.shards)[division.shard]
-            local = master_weight(parameter.to_local()).detach()
+            local = parameter.to_local().detach()
             # Whole rows: a part must not begin inside a block of elements that have one scale in a checkpoint.
             start, stop = (first + at for at in row_ranges(tuple(local.shape), division.replicas)[division.replica])
         else:  # every rank holds such a weight whole

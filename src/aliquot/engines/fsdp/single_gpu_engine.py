@@ -62,7 +62,7 @@ class SingleGpuEngine(ModelEngine, FlatParts):
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
         device = torch.device(topology.device)
         if spec.fp8:
-            use_fp8(meta, device, gathers=False)
+            use_fp8(meta, device)
         prepare_layers(meta, spec, topology)
         for name, parameter in meta.named_parameters():
             if name not in spec.exact:
