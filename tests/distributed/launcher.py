@@ -56,3 +56,10 @@ def run(folder: Path, body: str, *arguments: str, cold: bool = False, **variable
     finally:
         launcher.kill()
     return launcher.returncode, out, err
+
+
+def failure(folder: Path, body: str, *arguments: str) -> list[str]:
+    """The lines on stderr of such a launcher, which ends with exit code 1."""
+    code, _, err = run(folder, body, *arguments)
+    assert code == 1
+    return err.splitlines()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -169,6 +169,12 @@ class Nodes:
         assert self.next(peer) == {"what": "hello"}
         return peer
 
+    def started(self, names: str) -> list[Peer]:
+        """A node of each letter of `names`; they begin a round."""
+        peers = [self.come(name) for name in names]
+        assert self.whats(*peers) == ["start"] * len(peers)
+        return peers
+
     def next(self, peer: Peer) -> Message:
         """What the leader says next, beats left out."""
         if not hasattr(peer, "rest"):
@@ -191,8 +197,9 @@ class Nodes:
         return [self.next(peer)["what"] for peer in peers]
 
 
-def end(peer: Peer, round: int, code: int = 0, kind: str = "done", line: str = "") -> None:
-    peer.send("ended", round=round, report=asdict(Ended(code, (line,), kind)))
+def end(peers: Sequence[Peer], round: int, code: int = 0, kind: str = "done", line: str = "") -> None:
+    for peer in peers:
+        peer.send("ended", round=round, report=asdict(Ended(code, (line,), kind)))
 
 
 @pytest.fixture
@@ -218,21 +225,19 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
     assert nodes.told[-1] == f"1 more node may come: one with the same run directory, {nodes.folder}"
     c = nodes.come("c")
     assert nodes.whats(a, b) == ["stop", "stop"]
-    end(a, 1, 143, "training")
-    end(b, 1, 143, "training")
+    end((a, b), 1, 143, "training")
     assert [nodes.next(each)["nodes"] for each in (a, b, c)] == [3, 3, 3]
     assert "because c (127.0.0.1) has come" in nodes.told[-1]
     d = nodes.come("d")
     assert nodes.next(d) == {"what": "wait", "text": "3 nodes train, the maximum: this node waits for a place"}
     b.close()
     assert nodes.whats(a, c) == ["kill", "kill"]
-    end(a, 2, 1, "killed")
-    end(c, 2, 1, "peer_lost")
+    end([a], 2, 1, "killed")
+    end([c], 2, 1, "peer_lost")
     assert [nodes.next(each)["round"] for each in (a, c, d)] == [3, 3, 3]
     assert nodes.told[-1].endswith("from step 0, 9 of 9 are done again, because b (127.0.0.1) was lost")
     assert newest_round(nodes.folder) == 3
-    for each in (a, c, d):
-        end(each, 3)
+    end((a, c, d), 3)
     assert [nodes.next(each)["code"] for each in (a, c, d)] == [0, 0, 0]
     assert is_finished(nodes.folder, f"{MARK} 0")
 
@@ -253,26 +258,22 @@ def test_rounds_follow_new_and_lost_nodes(nodes: Nodes) -> None:
 )
 def test_stranger_packet_ends_no_round(nodes: Nodes, packet: bytes) -> None:
     SENT.clear()
-    a, b = nodes.come("a"), nodes.come("b")
-    assert nodes.whats(a, b) == ["start"] * 2
+    a, b = nodes.started("ab")
     with socket.create_connection(("127.0.0.1", nodes.claim.port)) as stranger:
         stranger.settimeout(10)
         with suppress(ConnectionError):
             stranger.sendall(packet)
             while stranger.recv(1 << 10):  # until the leader has closed the connection
                 pass
-    for each in (a, b):
-        end(each, 1)
+    end((a, b), 1)
     assert [nodes.next(each)["code"] for each in (a, b)] == [0, 0]
 
 
 def test_node_with_invalid_messages_is_lost_alone(nodes: Nodes) -> None:
-    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
-    assert nodes.whats(a, b, c) == ["start"] * 3
+    a, b, c = nodes.started("abc")
     c.send("ended", code=0)  # of which round?
     assert nodes.whats(a, b) == ["kill"] * 2
-    end(a, 1, 1, "killed")
-    end(b, 1, 1, "killed")
+    end((a, b), 1, 1, "killed")
     assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
     assert "c (127.0.0.1) sent a message that cannot be read (KeyError" in nodes.told[-1]
 
@@ -293,8 +294,7 @@ def test_idle_connections_do_not_block_nodes(nodes: Nodes) -> None:
             with suppress(ConnectionError):
                 while each.recv(1 << 10):
                     pass
-        a, b = nodes.come("a"), nodes.come("b")
-        assert nodes.whats(a, b) == ["start"] * 2
+        a, b = nodes.started("ab")
         a.close()
         b.close()
         nodes.leave()
@@ -308,12 +308,11 @@ def test_lease_is_readable_by_its_owner_only(tmp_path: Path) -> None:
 
 
 def test_larger_part_of_split_nodes_leads_first(nodes: Nodes) -> None:
-    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
-    assert nodes.whats(a, b, c) == ["start"] * 3
+    a, b, c = nodes.started("abc")
     b.close()
     c.close()
     assert nodes.next(a)["what"] == "kill"
-    end(a, 1, 1, "killed")
+    end([a], 1, 1, "killed")
     Claims(nodes.folder).make(replace(CLAIM, number=2))  # by b and c, who have found each other
     while nodes.next(a)["what"] != "leave":  # after one more `kill`, of c
         pass
@@ -321,16 +320,14 @@ def test_larger_part_of_split_nodes_leads_first(nodes: Nodes) -> None:
 
 
 def test_silent_node_counts_as_lost(nodes: Nodes) -> None:
-    a, b, c = nodes.come("a"), nodes.come("b"), nodes.come("c")
-    assert nodes.whats(a, b, c) == ["start"] * 3
+    a, b, _ = nodes.started("abc")
     told: list[str] = []
     while not told:
         b.send("beat")
         told = [each["what"] for each in a.receive(0.1) if each["what"] != "beat"]
         a.send("beat")
     assert told == ["kill"]
-    end(a, 1, 1, "peer_lost")
-    end(b, 1, 1, "peer_lost")
+    end((a, b), 1, 1, "peer_lost")
     assert nodes.next(a)["nodes"] == 2
     assert "c (127.0.0.1) was not heard of for 2 s" in nodes.told[-1]
 
@@ -343,15 +340,15 @@ def test_recurring_failure_ends_the_run_on_all_nodes(nodes: Nodes) -> None:
     assert sent_away["code"] == 2 and f"c (127.0.0.1) {words} [nodes-differ]" in sent_away["lines"][0]
     assert any(words in told for told in nodes.told), "the person at the other nodes reads it, too"
     assert nodes.whats(a, b) == ["start"] * 2
-    end(a, 1, 1, "crash", "aliquot: rank 0 failed: X [crash]")
-    end(b, 1, 1, "peer_lost")
+    end([a], 1, 1, "crash", "aliquot: rank 0 failed: X [crash]")
+    end([b], 1, 1, "peer_lost")
     assert nodes.whats(a, b) == ["start"] * 2  # once more
     nodes.saved = 5
-    end(a, 2, 1, "crash", "aliquot: rank 0 failed: X [crash]")
-    end(b, 2, 1, "peer_lost")
+    end([a], 2, 1, "crash", "aliquot: rank 0 failed: X [crash]")
+    end([b], 2, 1, "peer_lost")
     assert nodes.whats(a, b) == ["start"] * 2  # it has come further
-    end(a, 3, 1, "peer_lost")
-    end(b, 3, 1, "crash", "aliquot: rank 1 failed: Y [crash]")
+    end([a], 3, 1, "peer_lost")
+    end([b], 3, 1, "crash", "aliquot: rank 1 failed: Y [crash]")
     ended = nodes.next(a)
     assert (ended["code"], ended["lines"][0]) == (1, "aliquot: rank 1 failed: Y [crash]")
 
@@ -379,21 +376,18 @@ def test_verdict_about_a_round(
 
 
 def test_new_node_with_bad_input_ends_alone(nodes: Nodes) -> None:
-    a, b = nodes.come("a"), nodes.come("b")
-    assert nodes.whats(a, b) == ["start"] * 2
+    a, b = nodes.started("ab")
     c = nodes.come("c")
     assert nodes.whats(a, b) == ["stop"] * 2
-    end(a, 1, 143, "training")
-    end(b, 1, 143, "training")
+    end((a, b), 1, 143, "training")
     assert nodes.whats(a, b, c) == ["start"] * 3
     differs = "aliquot: node 2 (rank 2) differs from node 0: data (hash of the tokens) is x there and y here"
-    for each in (a, b, c):
-        end(each, 2, 2, "user", differs)
+    end((a, b, c), 2, 2, "user", differs)
     assert nodes.next(c) == {"what": "end", "code": 2, "lines": [differs]}
     assert [nodes.next(each)["nodes"] for each in (a, b)] == [2, 2]
     assert "because c (127.0.0.1) cannot take part: node 2 (rank 2) differs from node 0" in nodes.told[-1]
-    end(a, 3, 2, "user", "aliquot: data.txt: no such file [data]")  # of what has trained nobody is to blame
-    end(b, 3, 1, "peer_lost")
+    end([a], 3, 2, "user", "aliquot: data.txt: no such file [data]")  # of what has trained nobody is to blame
+    end([b], 3, 1, "peer_lost")
     assert [nodes.next(each)["code"] for each in (a, b)] == [2, 2]
 
 

@@ -18,7 +18,7 @@ from aliquot.config.schema import LaunchSection
 from aliquot.core.errors import UserError
 from aliquot.distributed.launcher import apply_environment, launch_mode, torchrun_advice
 from aliquot.distributed.liveness.watchdog import describe_stuck_ranks
-from tests.distributed.launcher import JOIN, environment, run, start
+from tests.distributed.launcher import JOIN, environment, failure, run, start
 from tests.runs import free_port, wait_until, write_config
 from tests.tools import warm
 
@@ -121,9 +121,7 @@ except Exception as error:
     sys.exit(report_error(error))
 """
     )
-    code, _, err = run(tmp_path, body)
-    assert code == 1
-    lines = err.splitlines()
+    lines = failure(tmp_path, body)
     assert lines[0] == "aliquot: rank 1 was killed by SIGKILL (out of memory?) [killed]"
     assert len(lines) == 2 and "rank-1.log" in lines[1]
 
@@ -146,9 +144,7 @@ except Exception as error:
     sys.exit(report_error(error))
 """
     )
-    code, _, err = run(tmp_path, body)
-    assert code == 1
-    lines = err.splitlines()
+    lines = failure(tmp_path, body)
     assert lines[0] == "aliquot: rank 1 failed: ValueError: the true cause [crash]"
     assert len(lines) == 2 and "rank-1.log" in lines[1]
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
@@ -186,12 +182,11 @@ if ranks.rank == 1:
 ranks.barrier()
 """
     )
-    code, _, err = run(tmp_path, body, str(tmp_path))
-    assert code == 1
-    assert "no progress for 1 s (launch.step_timeout_s) while in step 3; rank 1 stands" in err.splitlines()[0]
-    assert "; rank 1 stands still at rank.py:" in err.splitlines()[0]
-    assert " in stuck_in_this_function, and the others wait for it; where every rank was: " in err.splitlines()[0]
-    assert "stacks-rank-*.txt" in err.splitlines()[0]
+    line = failure(tmp_path, body, str(tmp_path))[0]
+    assert "no progress for 1 s (launch.step_timeout_s) while in step 3; rank 1 stands" in line
+    assert "; rank 1 stands still at rank.py:" in line
+    assert " in stuck_in_this_function, and the others wait for it; where every rank was: " in line
+    assert "stacks-rank-*.txt" in line
     assert "stuck_in_this_function" in (tmp_path / "stacks-rank-1.txt").read_text()
     assert "barrier" in (tmp_path / "stacks-rank-0.txt").read_text()
 

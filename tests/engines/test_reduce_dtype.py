@@ -16,6 +16,7 @@ from aliquot.engines.fsdp.fsdp_engine import FsdpEngine
 from aliquot.engines.fsdp.fsdp_memory import fsdp_memory
 from aliquot.models.shaped_model import shaped_model
 from aliquot.planner.traffic import traffic
+from aliquot.tensor_io.transfer import read_part
 from tests.engines import cases
 from tests.planner.shapes import planned_config
 from tests.processes import as_ranks, run_ranks
@@ -74,11 +75,8 @@ def gradients(reduce_dtype: str, rank: int) -> tuple[dict[str, torch.Tensor], in
     for number, sequence in enumerate(cases.documents(0)[:2]):
         engine.backward(cases.micro_batch(sequence) if rank == 0 else None, 1 / 64, last=number == 1)
     engine.step(0.0, math.inf)
-    found = {}
-    for part in engine.parts():
-        if part.kind == "exp_avg":  # half of the gradient, which is exact
-            found[part.name] = torch.empty(part.numel)
-            engine.read(part, part.start, found[part.name])
+    # Half of the gradient, which is exact.
+    found = {part.name: read_part(engine, part) for part in engine.parts() if part.kind == "exp_avg"}
     sent = engine.counters().wire_bytes
     engine.close()
     return found, sent

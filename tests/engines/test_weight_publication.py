@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -22,6 +22,16 @@ def late() -> Iterator[OverlappedUpdate]:
     hosts.peers.close()
 
 
+def check_waits_for(event: threading.Event, wait: Callable[..., None], *arguments: list[int]) -> None:
+    waiting = threading.Thread(target=wait, args=arguments)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    event.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 def test_layer_waits_only_for_its_own_weights(late: OverlappedUpdate) -> None:
     late.wait_usable(ORDER)  # before the first update there is nothing to wait for
     late.wait_updated_here(ORDER)
@@ -35,21 +45,10 @@ def test_layer_waits_only_for_its_own_weights(late: OverlappedUpdate) -> None:
                 late.mark_updated(index)
 
         late.begin(update)
-        waiting = threading.Thread(target=late.wait_usable, args=([4, 2, 9],))  # 9 is never updated
-        waiting.start()
         goes_on[0].set()
-        waiting.join(0.1)
-        assert waiting.is_alive()
-        goes_on[1].set()
-        waiting.join(30)
-        assert not waiting.is_alive()
+        check_waits_for(goes_on[1], late.wait_usable, [4, 2, 9])  # 9 is never updated
         late.wait_updated_here([2])
-        waiting = threading.Thread(target=late.join)
-        waiting.start()
-        waiting.join(0.1)
-        assert waiting.is_alive()
-        goes_on[2].set()
-        waiting.join(30)
+        check_waits_for(goes_on[2], late.join)
         late.wait_usable(ORDER)
 
 
@@ -87,10 +86,4 @@ def test_late_end_of_an_update_does_not_count_for_the_next(late: OverlappedUpdat
     late.wait_usable(ORDER)
     late.begin(second)
     ends.set()
-    waiting = threading.Thread(target=late.wait_usable, args=(ORDER,))
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    goes_on.set()
-    waiting.join(30)
-    assert not waiting.is_alive()
+    check_waits_for(goes_on, late.wait_usable, ORDER)

@@ -45,6 +45,7 @@ from aliquot.models.stored_weights import Published, PublishedParts
 from aliquot.offload.scratch_file import ScratchFile
 from aliquot.optim import adamw, sizes
 from aliquot.tensor_io.parts import KINDS, ViewableStore
+from aliquot.tensor_io.transfer import read_part
 from tests.engines import cases
 from tests.engines.cases import EngineSetup
 from tests.processes import as_ranks
@@ -222,8 +223,7 @@ def check_replicas(engine: FsdpEngine, local_rank: int) -> None:
 def fill_again(engine: Engine) -> None:
     """As a checkpoint is read: into the part itself, where there is such a place."""
     for part in engine.parts():
-        values = torch.empty(part.numel)
-        engine.read(part, part.start, values)
+        values = read_part(engine, part)
         engine.write(part, part.start, torch.zeros(part.numel))
         place = engine.view(part) if isinstance(engine, ViewableStore) else None
         if place is None:
@@ -316,12 +316,8 @@ def deepspeed_settings(setup: EngineSetup, case: cases.Case) -> dict[str, object
 
 
 def write_parts(engine: Engine, file: Path) -> None:
-    values = {}
-    for part in engine.parts():
-        out = torch.empty(part.numel)
-        engine.read(part, part.start, out)
-        values[f"{part.kind}/{part.name}/{part.start}"] = out
-    save_file(values, file)
+    parts = {f"{part.kind}/{part.name}/{part.start}": read_part(engine, part) for part in engine.parts()}
+    save_file(parts, file)
 
 
 FLIPPED = {"weights": torch.uint8, "gradients": torch.float32}  # the dtype of such messages

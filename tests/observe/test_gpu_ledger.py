@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from aliquot.machine.memory import Gpu, GpuMemory
 from aliquot.observe import ledger
 from aliquot.observe.ledger import Ledger, tables
+from tests.tools.console_text import console_text
 
 MIB = 1 << 20
 
@@ -63,11 +62,6 @@ def test_offloaded_states_count_as_machine_memory() -> None:
 
 
 def test_both_are_shown() -> None:
-    texts = []
-    for table in tables(marked(offloads=True)[1]):
-        console = Console(file=io.StringIO(), width=120)
-        console.print(table)
-        texts.append(console.file.getvalue())  # type: ignore[attr-defined]
-    on_gpu, on_host = texts
+    on_gpu, on_host = (console_text(table, width=120) for table in tables(marked(offloads=True)[1]))
     assert "GPU memory" in on_gpu and "activations" in on_gpu and "2,748" in on_gpu
     assert "GPU" not in on_host and "moments" in on_host and "900" in on_host and "activations" not in on_host

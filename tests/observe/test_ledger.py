@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.machine.memory import reset_peak_rss
 from aliquot.observe.ledger import Ledger, tables
+from tests.tools.console_text import console_text
 
 MIB = 1 << 20
 
@@ -76,9 +75,7 @@ def test_file_and_table_show_the_largest_over_the_ranks(tmp_path: Path) -> None:
     assert written == {
         "engine": "host", "machine": {"cpu": "some"}, "plan": {"fits": True}, "rows": told.rows(),
     }  # fmt: skip
-    console = Console(file=io.StringIO(), width=200)
-    console.print(*tables(rows))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console_text(*tables(rows))
     assert "first step" in text and "7,168" in text and "2,048" in text and "gradients" in text
     assert "model built" not in text
 
@@ -91,8 +88,6 @@ def test_ledger_fits_80_columns(mib: int, number: str, last: str) -> None:
     ledger.mark("optimizer state", dict.fromkeys(named, mib * MIB))
     row = ledger.rows()[0]
     row |= dict.fromkeys(("peak_bytes", "planned_bytes"), mib * MIB)
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    console.print(*tables([row]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console_text(*tables([row]), width=80)
     assert all(head in text for head in (*named, "planned", "peak")) and "…" not in text
     assert text.count(number) == 2 + len(named) and max(map(len, text.splitlines())) <= 80

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from rich.console import Console
 
 from aliquot.catalogue.instances import instances
 from aliquot.config.read_config import read_config
+from aliquot.config.schema import RunConfig
 from aliquot.core.errors import EngineError, UserError
 from aliquot.data.workload import Workload
 from aliquot.distributed.topology import RankLayout
@@ -32,6 +31,7 @@ from tests.conftest import REPOSITORY
 from tests.engines.cases import DEEPSEEK, SMALL
 from tests.planner.shapes import LLAMA, planned_config, search_on
 from tests.tools import docs_gpus
+from tests.tools.console_text import console_text
 
 MACHINE = Machine.from_instance("g6e.12xlarge")  # four GPUs
 WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
@@ -40,6 +40,13 @@ WIDE = {**LLAMA, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_lay
 def planned(ranks: int = 1, **sections: dict[str, object]) -> Plan:
     config = planned_config(LLAMA, launch={"device": "cuda", "ranks": ranks}, **sections)
     return plan(config, MACHINE, 1, ranks)
+
+
+def llama_8b(micro_batches: int) -> RunConfig:
+    """Micro-batches of 8,192 tokens."""
+    train = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": micro_batches}
+    example = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
+    return with_settings(example, {"data.sequence_length": 8192, "shard.offload": "none", **train})
 
 
 def of(found: Plan, phase: str, host: bool = False) -> dict[str, int]:
@@ -73,9 +80,7 @@ def test_prices_of_spot_are_of_types_that_are_sold_so() -> None:
     shown = {}
     for name in ("hpc7g.16xlarge", "c7g.16xlarge"):
         made = plan(planned_config(LLAMA), Machine.from_instance(name), 1, 2)
-        console = Console(file=StringIO(), width=200)
-        console.print(summary(made, [], name, ""))
-        shown[name] = console.file.getvalue()  # type: ignore[attr-defined]
+        shown[name] = console_text(summary(made, [], name, ""))
     assert " on spot" in shown["c7g.16xlarge"] and "USD on demand" in shown["hpc7g.16xlarge"]
     assert " on spot" not in shown["hpc7g.16xlarge"]
 
@@ -154,11 +159,8 @@ def test_slower_hopper_cards_have_lower_estimates() -> None:
 
 def test_sharded_hopper_is_as_fast_as_published_runs() -> None:
     """torchtitan reports 5,600 to 6,700 tokens/s a GPU for 8 B on 8 to 128 H100, sequences of 8,192."""
-    config = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
-    train = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 1}
-    config = with_settings(config, {"data.sequence_length": 8192, "shard.offload": "none", **train})
     for nodes in (1, 16):
-        made = plan(config, Machine.from_instance("p5.48xlarge"), nodes, 8)
+        made = plan(llama_8b(1), Machine.from_instance("p5.48xlarge"), nodes, 8)
         assert 5_000 < made.tokens_per_s / (8 * nodes) < 6_800 and "5,600 to 6,700 tokens/s" in made.rates
 
 
@@ -172,9 +174,7 @@ def test_fp8_needs_gpus_that_multiply_in_it() -> None:
 
 
 def test_the_plan_shows_both() -> None:
-    console = Console(file=StringIO(), width=120)
-    console.print(summary(planned(), [], "some", "assumed"))
-    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    text = " ".join(console_text(summary(planned(), [], "some", "assumed"), width=120).split())
     assert "of GPU memory of a rank" in text and "of the machine's memory of a rank" in text
     assert "of GPU memory a rank" in text
 
@@ -201,13 +201,10 @@ def test_replicas_are_advised_where_they_fit_and_save_time() -> None:
     assert of(replicated, "steady peak")["moments"] == 4 * of(sharded, "steady peak")["moments"]
     assert of(replicated, "process start")["process"] == CONTEXT_BYTES + 3 * NCCL_BYTES
     config = planned_config(model, launch={"device": "cuda", "ranks": 4}, train=train, shard={"engine": "fsdp"})
-    planner, workload = Planner(PlannedModel(config), replace(machine, gpu_memory_bytes=less)), Workload.assumed(config)
-    search = Search(planner, config, planner.machine.layout(config, 4, 4), workload)
+    search = search_on(replace(machine, gpu_memory_bytes=less), config, machine.layout(config, 4, 4))
     others = {words: other for series in _series(sharded, search, config) for words, other in _plans(series, search)}
     assert others["shard.replicate=nodes"].step_s == pytest.approx(replicated.step_s, rel=0.01)
-    console = Console(file=StringIO(), width=200)
-    console.print(summary(replicated, [], "some", "assumed"))
-    assert "on 4 nodes, which send gradients alone" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "on 4 nodes, which send gradients alone" in console_text(summary(replicated, [], "some", "assumed"))
 
 
 def test_more_memory_keeps_more_unsharded() -> None:
@@ -299,10 +296,7 @@ def test_engine_host_is_among_the_remedies_of_a_small_gpu() -> None:
 @pytest.mark.long
 def test_llama_3_8b_is_four_times_as_fast_as_with_full_sharding() -> None:
     """Sixteen micro-batches of 8,192 tokens on four nodes of one L40S and 25 Gbit/s."""
-    config = read_config(REPOSITORY / "examples" / "llama3-8b-gpu.yaml")
-    train = {"train.per_device_train_batch_size": 1, "train.gradient_accumulation_steps": 16}
-    config = with_settings(config, {"data.sequence_length": 8192, "shard.offload": "none", **train})
     machine = Machine.from_instance("g6e.8xlarge")
-    sharded, chosen = (plan(with_settings(config, {"shard.engine": e}), machine, 4, 1) for e in ("fsdp", "host"))
+    sharded, chosen = (plan(with_settings(llama_8b(16), {"shard.engine": e}), machine, 4, 1) for e in ("fsdp", "host"))
     assert chosen.engine == "host" and chosen.fits and sharded.fits
     assert chosen.tokens_per_s >= 4 * sharded.tokens_per_s

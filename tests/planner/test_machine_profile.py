@@ -36,6 +36,13 @@ def unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "machines"
 
 
+def known(machine: Machine, layout: RankLayout = ONE) -> rates.Rates:
+    """The measured rates of a machine that somebody measured."""
+    rates = measured_rates(machine, layout)
+    assert rates is not None
+    return rates
+
+
 def test_measurement_has_all_rates() -> None:
     measured = measure_rates(lambda value: value, LITTLE)
     values = json.loads(json.dumps(asdict(measured)))
@@ -86,8 +93,8 @@ def test_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytes
     assert json.loads(kept.read_text())["ranks"] == 2
     monkeypatch.setattr(machine_profile, "measure_rates", None)
     machine_profile.ensure_measured(machine, ONE)  # the rates of two ranks are enough to plan one
-    found = measured_rates(machine, ONE)
-    assert found is not None and "measured on this machine" in found.source
+    found = known(machine)
+    assert "measured on this machine" in found.source
     assert ", of 2 x 1 threads" in found.source and found.off_by > 1.15, "scaled, with a wider band"
     machine_profile.ensure_measured(Machine.from_instance("c7i.8xlarge"), ONE)  # cannot be measured here
 
@@ -95,10 +102,7 @@ def test_plan_measures_an_unknown_machine_once(unknown: Path, monkeypatch: pytes
 def test_unmeasured_threads_scale_the_nearest_profile(unknown: Path) -> None:
     cpu = read_cpu()
     keep(cpu, 1, 1, RATES)
-    one, two = (
-        measured_rates(Machine.local(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores)
-    )
-    assert one is not None and two is not None
+    one, two = (known(Machine.local(cpu), RankLayout(1, 1, threads, "cpu")) for threads in (1, cpu.usable_cores))
     assert one.matmul_s(1, 512, 512, 512, 2) == pytest.approx(
         cpu.usable_cores * two.matmul_s(1, 512, 512, 512, 2), rel=1e-6
     )
@@ -110,8 +114,7 @@ def test_unknown_network_is_called_assumed(unknown: Path) -> None:
     keep(cpu, 1, 1, RATES)
     for nodes, network, assumed in ((1, None, False), (2, None, True), (2, 1e9, False)):
         machine = replace(Machine.local(cpu), network_bytes_per_s=network)
-        rates = measured_rates(machine, RankLayout(nodes, 1, 1, "cpu"))
-        assert rates is not None
+        rates = known(machine, RankLayout(nodes, 1, 1, "cpu"))
         assert ("10 Gbit/s between hosts assumed" in rates.source) == (rates.off_by > 2) == assumed
 
 
@@ -120,8 +123,7 @@ def test_calibration_keeps_two_thorough_profiles(unknown: Path, monkeypatch: pyt
     cores = read_cpu().usable_cores
     assert machine_profile.calibrate() == unknown
     assert {path.name.partition("-")[2] for path in unknown.iterdir()} == {f"{cores}x1.json", f"1x{cores}.json"}
-    rates = measured_rates(Machine.local(), RankLayout(1, cores, 1, "cpu"))
-    assert rates is not None and "takes its time" not in rates.source
+    assert "takes its time" not in known(Machine.local(), RankLayout(1, cores, 1, "cpu")).source
 
 
 def made_older(path: Path, seconds: float) -> None:
@@ -136,14 +138,11 @@ def test_quick_profiles_expire_after_an_hour(unknown: Path, monkeypatch: pytest.
     assert recent(cpu, 1, 1) is not None and machine_profile.is_measured(machine, ONE)
     made_older(path, 1000)
     assert recent(cpu, 1, 1) is None and not machine_profile.is_measured(machine, ONE)
-    rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.call_s == RATES["call_s"]  # better than an estimate
+    assert known(machine).call_s == RATES["call_s"]  # better than an estimate
     keep(cpu, 1, 2, {**RATES, "call_s": 7.0})
-    rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.call_s == 7.0  # of other threads, but of now
+    assert known(machine).call_s == 7.0  # of other threads, but of now
     made_older(keep(cpu, 1, 1, RATES, thorough=True), 4000)
-    rates = measured_rates(machine, ONE)
-    assert rates is not None and rates.call_s == RATES["call_s"], "a thorough profile does not expire"
+    assert known(machine).call_s == RATES["call_s"], "a thorough profile does not expire"
     for profile in unknown.iterdir():
         profile.unlink()
     monkeypatch.setattr(machine_profile, "QUICK", LITTLE)
@@ -158,8 +157,7 @@ def test_oversubscribed_ranks_share_cores(unknown: Path) -> None:
     alone, shared = RankLayout(1, cores, 1, "cpu"), RankLayout(1, 2 * cores, 1, "cpu")
 
     def compared() -> tuple[float, float, float, float]:
-        of_alone, of_shared = (measured_rates(machine, layout) for layout in (alone, shared))
-        assert of_alone is not None and of_shared is not None
+        of_alone, of_shared = (known(machine, layout) for layout in (alone, shared))
         products = of_shared.matmul_s(1, 256, 256, 256, 4) / of_alone.matmul_s(1, 256, 256, 256, 4)
         calls = of_shared.call_s / of_alone.call_s
         return (
@@ -185,18 +183,17 @@ def test_busy_and_old_profiles_are_measured_again(unknown: Path) -> None:
     machine, busy, same = Machine.local(cpu), {**RATES, "spread": 1.0, "call_s": 6.0}, RankLayout(1, 2, 1, "cpu")
     keep(cpu, 2, 1, busy, thorough=True)
     assert recent(cpu, 2, 1) is None and not machine_profile.is_measured(machine, same)
-    rates = measured_rates(machine, same)
-    assert rates is not None and rates.source.endswith("the machine was busy")  # better than an estimate
+    rates = known(machine, same)
+    assert rates.source.endswith("the machine was busy")  # better than an estimate
     assert rates.off_by == 3 and not rates.is_sure, "other work took half of the cores"
     for seconds, off_by in ((0, 1.15), (4000, 1.5)):
         made_older(keep(cpu, 2, 1, RATES), seconds)
-        rates = measured_rates(machine, keep(cpu, 2, 1, busy) and same)
-        assert rates is not None and (rates.call_s, rates.off_by) == (RATES["call_s"], off_by), "of the idle machine"
+        rates = known(machine, keep(cpu, 2, 1, busy) and same)
+        assert (rates.call_s, rates.off_by) == (RATES["call_s"], off_by), "of the idle machine"
     path.unlink()
     keep(cpu, 1, 2, {**RATES, "spread": 0.5, "call_s": 7.0})
     keep(cpu, 1, 4, {**RATES, "call_s": 8.0})
-    rates = measured_rates(Machine.local(cpu), RankLayout(1, 1, 2, "cpu"))
-    assert rates is not None and rates.call_s == 8.0  # of more threads, but undisturbed
+    assert known(Machine.local(cpu), RankLayout(1, 1, 2, "cpu")).call_s == 8.0  # of more threads, but undisturbed
 
 
 @pytest.mark.parametrize(

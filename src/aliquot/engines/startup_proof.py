@@ -29,6 +29,7 @@ from aliquot.models.traits import Traits, eager_copy, example, quiet
 from aliquot.nn.attention.document_attention import Documents, ReferenceAttention
 from aliquot.nn.head_loss import head_loss_on
 from aliquot.nn.logits_gradient import IGNORE
+from aliquot.tensor_io.transfer import read_part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -140,10 +141,7 @@ def _run_engine(
     local += [None if packs else MicroBatch.empty(rows[0].calls)] * (rounds - len(local))
     losses = [float(engine.backward(row, scale, number == rounds - 1)) for number, row in enumerate(local)]
     engine.step(0.0, math.inf)
-    gradients = {}
-    for part in engine.parts():
-        if part.kind == "exp_avg":  # (1 - beta1) x the gradient, after one step
-            values = torch.empty(part.numel)
-            engine.read(part, part.start, values)
-            gradients[part.name] = (part.start, values / (1 - _BETA))
+    # After one step, this moment is (1 - beta1) x the gradient.
+    moments = [part for part in engine.parts() if part.kind == "exp_avg"]
+    gradients = {part.name: (part.start, read_part(engine, part) / (1 - _BETA)) for part in moments}
     return [loss for rank_losses in gather(losses) for loss in rank_losses], gradients

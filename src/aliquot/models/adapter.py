@@ -42,6 +42,7 @@ from aliquot.tensor_io.bytemap import ByteMap, Shape
 from aliquot.tensor_io.code_sizes import is_compressible
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.range_io import RangeReader
+from aliquot.tensor_io.transfer import read_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,7 +267,8 @@ class MergedWeights:
         self._changes: dict[str, tuple[_Change, int]] = {}  # by name in the files; the element where a tensor begins
         parts = {part.name: part for part in adapter.parts()}
         for module in (name.removesuffix(_A) for name in parts if name.endswith(_A)):
-            a, b = (_whole(adapter, parts[module + end]) for end in (_A, _B))
+            factors = (parts[module + end] for end in (_A, _B))
+            a, b = (read_part(adapter, part).view(part.shape) for part in factors)
             weight, change = _change(model, module, a, b, bool(fields.get("fan_in_fan_out")))
             starts = {weight: 0}  # of the tensors in the files: the weight as transformers holds it, or as published
             if not (stored := names.matched(source.entries, [weight])):
@@ -326,9 +328,3 @@ def _change(model: nn.Module, module: str, a: Tensor, b: Tensor, is_transposed: 
     a, b = expert_factors(a, b, len(getattr(experts, weight)))
     change = _Change(a.transpose(1, 2), b.transpose(1, 2)) if experts.is_transposed else _Change(b, a)
     return f"{name}.{weight}", change
-
-
-def _whole(store: StoredWeights, part: Part) -> Tensor:
-    out = torch.empty(part.numel)
-    store.read(part, 0, out)
-    return out.view(part.shape)

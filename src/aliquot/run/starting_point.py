@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from aliquot.checkpoint.checkpoint_files import CheckpointSpec
@@ -28,6 +27,7 @@ from aliquot.models.load import LoadOptions, load_adapter, load_weights
 from aliquot.models.model_config import computation_settings
 from aliquot.tensor_io.manifest import STATE, read_state
 from aliquot.tensor_io.parts import Part
+from aliquot.tensor_io.transfer import read_part
 
 if TYPE_CHECKING:
     from aliquot.engines.base import Engine
@@ -87,11 +87,11 @@ def initial_weights(trainer: Trainer) -> Iterator[None]:
     run_on_all_ranks(trainer.ranks, lambda: _check_room(trainer, 2 * 4 * sum(part.numel for part in parts)))
     trainer.checkpoints.saver.before_update()  # a save may still read the weights
     trainer.ranks.barrier()  # no rank may compute while another one writes
-    present = _read_parts(engine, parts)
+    present = [read_part(engine, part) for part in parts]
     if trainer.initial_weights is None:
         _load_initial(trainer)  # of an adapter, its base stays as it is
         engine.ready()
-        trainer.initial_weights = _read_parts(engine, parts)
+        trainer.initial_weights = [read_part(engine, part) for part in parts]
     else:
         _write_parts(engine, parts, trainer.initial_weights)
     yield
@@ -107,13 +107,6 @@ def _check_room(trainer: Trainer, needed_bytes: int) -> None:
         f"forward(reference=True) needs {gib(needed_bytes)} on each rank for the weights before training, and"
         f" {gib(max(0, plan.unused_bytes))} are free: use more ranks or machines, or train an adapter"
     )
-
-
-def _read_parts(engine: Engine, parts: Sequence[Part]) -> list[Tensor]:
-    values = [torch.empty(part.numel) for part in parts]
-    for part, out in zip(parts, values, strict=True):
-        engine.read(part, part.start, out)
-    return values
 
 
 def _write_parts(engine: Engine, parts: Sequence[Part], values: Sequence[Tensor]) -> None:

@@ -36,6 +36,13 @@ class Progress:
 Watch = Callable[[Progress], None]  # called after every piece; an exception ends the transfer
 
 
+def read_part(source: PartSource, part: Part) -> Tensor:
+    """Return the values of a part: a flat fp32 tensor."""
+    values = torch.empty(part.numel)
+    source.read(part, part.start, values)
+    return values
+
+
 def fill(
     store: PartStore,
     maps: Maps,

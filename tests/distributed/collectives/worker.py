@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,7 @@ def sums(peers: Peers, seed: int, delays: bool = True) -> None:
             out = torch.full((high - low,), 2.0)
             add_sum(out, views, first=number % 2 == 0)
             parts = [values(seed * 1000 + number, rank, numel, dtype).float()[low:high] for rank in range(peers.size)]
-            expected = parts[0].clone()
-            for part in parts[1:]:
-                expected += part
+            expected = reduce(torch.add, parts)
             assert torch.equal(out, expected if number % 2 == 0 else expected + 2.0)
             checked.append(number)
 
@@ -131,9 +130,7 @@ def hosts(rank: int, world_size: int) -> None:
         counterparts = [ranks[found.peers.index] for ranks in found.table]
         for index, summed in enumerate(gradients[found.host]):
             parts = [of(sender, found.host)[index] for sender in counterparts]
-            expected = parts[0].clone()
-            for part in parts[1:]:
-                expected += part
+            expected = reduce(torch.add, parts)
             assert torch.equal(summed, expected)
         sent = sum(4 * n for host, own in enumerate(lengths) for n in own if host != found.host)
         assert found.wire.sent_bytes == sent + 8 * (len(found.table) - 1)  # and a checksum for each other host
@@ -202,25 +199,26 @@ def barrier(peers: Peers, folder: Path) -> None:
 def work(rank: int, world_size: int, folder: Path, arguments: list[str]) -> None:
     if rank % 2:
         time.sleep(0.1)  # late ranks
-    if arguments == ["hosts"]:
-        hosts(rank, world_size)
-        return
-    if arguments == ["killed_host"]:
-        killed_host(rank, world_size, folder)
-        return
-    if arguments == ["numa"]:
-        numa(rank)
-        return
+    match arguments:
+        case ["hosts"]:
+            hosts(rank, world_size)
+        case ["killed_host"]:
+            killed_host(rank, world_size, folder)
+        case ["numa"]:
+            numa(rank)
+        case [what]:
+            on_one_host(rank, world_size, folder, what)
+
+
+def on_one_host(rank: int, world_size: int, folder: Path, what: str) -> None:
     peers = Peers.join(rank, gather)
     assert (peers.size, peers.index) == (world_size, rank)
-    match arguments:
-        case ["sums"]:
-            exchanged(rank, world_size)
-            barrier(peers, folder)
-            for seed in range(3):
-                sums(peers, seed)
-        case ["killed"]:
-            killed(peers, folder)
+    if what == "killed":
+        killed(peers, folder)
+    exchanged(rank, world_size)
+    barrier(peers, folder)
+    for seed in range(3):
+        sums(peers, seed)
     dist.barrier()
     assert not [name for name in os.listdir("/dev/shm") if "aliquot" in name]  # noqa: PTH208
     peers.close()
