@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UnsupportedModelError, UserError
@@ -40,6 +39,7 @@ from aliquot.planner.report import COLUMNS, summary
 from aliquot.planner.step_time import StepTime
 from aliquot.planner.traffic import traffic
 from tests.planner.shapes import LLAMA, QWEN3, planned_config, search_on
+from tests.tools.console_text import console_text
 
 SERVER = Machine.from_numbers(64, 16, 10)
 
@@ -560,10 +560,7 @@ def test_short_shm_replaces_the_verdict() -> None:
         (1 << 30, "fits: "),
     ):
         problems = fit_check.problems(made, replace(SERVER, shm_bytes=shm_bytes))
-        console = Console(width=200)
-        with console.capture() as told:
-            console.print(summary(made, problems, "here", "assumed"))
-        assert told.get().splitlines()[1].startswith(words)
+        assert console_text(summary(made, problems, "here", "assumed")).splitlines()[1].startswith(words)
 
 
 def test_settings_without_engine_are_refused() -> None:
@@ -602,10 +599,8 @@ def test_pinned_rank_plans_for_all_cores() -> None:
 
 def lines_of(made: Plan) -> dict[str, str]:
     """By their first words."""
-    console = Console(width=300)
-    with console.capture() as told:
-        console.print(summary(made, [], "here", "assumed"))
-    return {line[:16].strip(): line[16:] for line in told.get().splitlines()}
+    lines = console_text(summary(made, [], "here", "assumed"), width=300).splitlines()
+    return {line[:16].strip(): line[16:] for line in lines}
 
 
 def test_singular_words_for_one() -> None:
