@@ -266,12 +266,12 @@ def _groups_of(model: nn.Module) -> list[nn.Module]:
 
     A layer that shares weights with another module gets no group; FSDP2 gathers the layer with the model.
     """
-    uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
-    groups = []
-    for layer in decoder_layers(model):
-        uses_in_layer = Counter(weight for _, weight in layer.named_parameters(remove_duplicate=False))
-        if all(uses[weight] == count for weight, count in uses_in_layer.items()):
-            groups.append(layer)
+
+    def uses(module: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
+
+    in_model = uses(model).items()
+    groups = [layer for layer in decoder_layers(model) if uses(layer).items() <= in_model]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head is not None and head.weight is not embedding.weight:
         groups.append(head)
