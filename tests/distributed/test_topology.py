@@ -24,9 +24,12 @@ from aliquot.machine.cpu import CpuFacts
 from tests.runs import command, write_config
 
 
-def cpu(cores: int, quota: float | None = None) -> CpuFacts:
-    """Return a CPU with two threads per core: core i has logical CPUs i and i + cores."""
-    return CpuFacts("model", tuple((core, core + cores) for core in range(cores)), quota, 1, ())
+def cpu(*nodes: int, quota: float | None = None, threads: int = 2) -> CpuFacts:
+    """Return a CPU with so many cores per NUMA node. Of n cores, core i has logical CPUs i and, as a thread, i + n."""
+    count = sum(nodes)
+    cores = tuple(tuple(range(core, threads * count, count)) for core in range(count))
+    owners = tuple(node for node, size in enumerate(nodes) for _ in range(size))
+    return CpuFacts("model", cores, quota, len(nodes), (), owners)
 
 
 def rank(number: int, local_ranks: int, **variables: str) -> dict[str, str]:
@@ -165,49 +168,41 @@ def test_rank_takes_the_only_gpu_that_it_sees(monkeypatch: pytest.MonkeyPatch) -
 GIB = 1 << 30
 
 
-def machine(*nodes: int, quota: float | None = None) -> CpuFacts:
-    """NUMA nodes of so many cores, two threads each."""
-    count = sum(nodes)
-    cores = tuple((core, core + count) for core in range(count))
-    owners = tuple(node for node, size in enumerate(nodes) for _ in range(size))
-    return CpuFacts("model", cores, quota, len(nodes), (), owners)
-
-
 def config(engine: str = "auto", **train: Any) -> RunConfig:
     sections = {"model": {"path": "m"}, "data": {"path": "d"}, "shard": {"engine": engine}, "train": train}
     return RunConfig.model_validate(sections)
 
 
 @pytest.mark.parametrize(
-    ("cpu", "gib", "settings", "nodes", "ranks"),
+    ("facts", "gib", "settings", "nodes", "ranks"),
     [
-        (machine(1), 64, config(global_batch_size=64), 1, 1),
-        (machine(2), 64, config(global_batch_size=64), 1, 2),
-        (machine(4), 64, config(global_batch_size=64), 1, 4),
-        (machine(16), 64, config(global_batch_size=64), 1, 4),
-        (machine(24, 24), 384, config(global_batch_size=96), 1, 12),
-        (machine(24, 24), 384, config("host", global_batch_size=96), 1, 12),
+        (cpu(1), 64, config(global_batch_size=64), 1, 1),
+        (cpu(2), 64, config(global_batch_size=64), 1, 2),
+        (cpu(4), 64, config(global_batch_size=64), 1, 4),
+        (cpu(16), 64, config(global_batch_size=64), 1, 4),
+        (cpu(24, 24), 384, config(global_batch_size=96), 1, 12),
+        (cpu(24, 24), 384, config("host", global_batch_size=96), 1, 12),
         # Not more processes than memory holds, not more ranks than there are micro-batches.
-        (machine(24, 24), 16, config(global_batch_size=96), 1, 8),
-        (machine(4), 1, config(global_batch_size=64), 1, 1),
-        (machine(24, 24), 384, config(global_batch_size=4), 1, 4),
-        (machine(24, 24), 384, config(global_batch_size=32, per_device_train_batch_size=8), 1, 4),
-        (machine(24, 24), 384, config(global_batch_size=32, gradient_accumulation_steps=8), 1, 4),
-        (machine(24, 24), 384, config(global_batch_size=8), 2, 4),
-        (machine(2), 64, config(global_batch_size=1), 1, 1),
+        (cpu(24, 24), 16, config(global_batch_size=96), 1, 8),
+        (cpu(4), 1, config(global_batch_size=64), 1, 1),
+        (cpu(24, 24), 384, config(global_batch_size=4), 1, 4),
+        (cpu(24, 24), 384, config(global_batch_size=32, per_device_train_batch_size=8), 1, 4),
+        (cpu(24, 24), 384, config(global_batch_size=32, gradient_accumulation_steps=8), 1, 4),
+        (cpu(24, 24), 384, config(global_batch_size=8), 2, 4),
+        (cpu(2), 64, config(global_batch_size=1), 1, 1),
         # An uneven last round costs more than threads do.
-        (machine(24), 384, config(global_batch_size=8), 1, 4),
+        (cpu(24), 384, config(global_batch_size=8), 1, 4),
         # A quota is shared by all NUMA nodes.
-        (machine(24, 24, quota=8), 384, config(global_batch_size=64), 1, 8),
-        (machine(8, quota=0.5), 384, config(global_batch_size=64), 1, 1),
+        (cpu(24, 24, quota=8), 384, config(global_batch_size=64), 1, 8),
+        (cpu(8, quota=0.5), 384, config(global_batch_size=64), 1, 1),
         # More ranks would train something else, or hold layers of their own.
-        (machine(24, 24), 384, config(), 1, 2),
-        (machine(8), 384, config(gradient_accumulation_steps=4), 1, 1),
-        (machine(24, 24), 384, config("fsdp", global_batch_size=64), 1, 2),
+        (cpu(24, 24), 384, config(), 1, 2),
+        (cpu(8), 384, config(gradient_accumulation_steps=4), 1, 1),
+        (cpu(24, 24), 384, config("fsdp", global_batch_size=64), 1, 2),
     ],
 )
-def test_ranks(cpu: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: int) -> None:
-    found, reason = cpu_ranks(settings, nodes, cpu, gib * GIB)
+def test_ranks(facts: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: int) -> None:
+    found, reason = cpu_ranks(settings, nodes, facts, gib * GIB)
     assert found == ranks, reason
 
 
@@ -219,13 +214,13 @@ def test_ranks(cpu: CpuFacts, gib: int, settings: RunConfig, nodes: int, ranks: 
     quota=st.none() | st.floats(0.1, 100),
 )
 def test_cpu_ranks_never_span_nodes_or_share_cores(nodes: list[int], batch: int, gib: int, quota: float | None) -> None:
-    cpu = machine(*nodes, quota=quota)
-    ranks, _ = cpu_ranks(config(global_batch_size=batch), 1, cpu, gib * GIB)
-    threads, _ = threads_per_rank(LaunchSection(), {}, cpu, ranks)
-    assert 1 <= ranks <= max(len(nodes), max_cpu_ranks(cpu, gib * GIB)[0])
-    assert ranks * threads <= cpu.usable_cores
-    node_of = {number: node for core, node in zip(cpu.cores, cpu.node_of_core, strict=True) for number in core}
-    sets = core_sets(cpu, ranks, threads)
+    facts = cpu(*nodes, quota=quota)
+    ranks, _ = cpu_ranks(config(global_batch_size=batch), 1, facts, gib * GIB)
+    threads, _ = threads_per_rank(LaunchSection(), {}, facts, ranks)
+    assert 1 <= ranks <= max(len(nodes), max_cpu_ranks(facts, gib * GIB)[0])
+    assert ranks * threads <= facts.usable_cores
+    node_of = {number: node for core, node in zip(facts.cores, facts.node_of_core, strict=True) for number in core}
+    sets = core_sets(facts, ranks, threads)
     if ranks >= len(nodes) and ranks > 1:
         assert all(len({node_of[number] for number in own}) <= 1 for own in sets)
         assert all(len(own) >= threads for own in sets) or not any(sets)
@@ -241,7 +236,7 @@ def test_configured_number_of_ranks_is_kept() -> None:
 
 def test_crowding_warning_counts_ranks_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a person asks for are started all the same."""
-    monkeypatch.setattr("aliquot.distributed.auto_ranks.read_cpu", lambda: machine(2))
+    monkeypatch.setattr("aliquot.distributed.auto_ranks.read_cpu", lambda: cpu(2))
     monkeypatch.setattr("aliquot.distributed.auto_ranks.memory_limit", lambda: 24 * GIB)
     settings = config(global_batch_size=64)
     for launch in (LaunchSection(), LaunchSection(ranks=4, device="cpu")):
@@ -287,19 +282,13 @@ def test_core_sets_are_disjoint_and_allowed(
 
 
 def test_no_rank_spans_numa_nodes() -> None:
-    facts = numa((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+    facts = cpu(5, 5, threads=1)
     for cpus in core_sets(facts, 4, 2):
         assert {core // 5 for core in cpus} in ({0}, {1})
 
 
-def numa(*nodes: tuple[int, ...], quota: float | None = None) -> CpuFacts:
-    """Return a CPU with these cores per NUMA node, one thread per core."""
-    owners = tuple(number for number, cores in enumerate(nodes) for _ in cores)
-    return CpuFacts("model", tuple((core,) for cores in nodes for core in cores), quota, len(nodes), (), owners)
-
-
 def test_core_sets_follow_sizes_of_numa_nodes() -> None:
-    facts = numa((0, 1, 2, 3, 4, 5), (6, 7))
+    facts = cpu(6, 2, threads=1)
     assert core_sets(facts, 4, 2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert core_sets(facts, 2, 2) == [(0, 1, 2, 3, 4, 5), (6, 7)]
     assert threads_per_rank(LaunchSection(), {}, facts, 2) == (
@@ -309,10 +298,9 @@ def test_core_sets_follow_sizes_of_numa_nodes() -> None:
 
 
 def test_unpinned_ranks_stay_on_a_numa_node() -> None:
-    nodes = (0, 1, 2, 3), (4, 5, 6, 7)
-    for facts, threads in ((numa(*nodes, quota=4), 2), (numa(*nodes), 8)):
-        assert core_sets(facts, 2, threads) == list(nodes)
-    assert core_sets(numa(*nodes), 1, 8) == [()]
+    for quota, threads in ((4, 2), (None, 8)):
+        assert core_sets(cpu(4, 4, quota=quota, threads=1), 2, threads) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert core_sets(cpu(4, 4, threads=1), 1, 8) == [()]
 
 
 def test_memory_policy_prefers_local_node(tmp_path: Path) -> None:
