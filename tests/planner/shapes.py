@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from aliquot.config.read_config import validate
@@ -28,8 +29,8 @@ MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
 GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 32, "attn_logit_softcapping": None}
 
 
-def planned_config(model: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
-    """`sections` are merged over a run of a few steps."""
+def planned_config(model: dict[str, Any] | Path, **sections: dict[str, Any]) -> RunConfig:
+    """`model`: the fields of its config.json, or this file. `sections` are merged over a run of a few steps."""
     values: dict[str, Any] = {
         "model": {"config": model},
         "data": {"path": "stdlib", "sequence_length": 256},

@@ -162,8 +162,8 @@ def test_disk_is_the_last_resort() -> None:
 
 @pytest.mark.long
 def test_too_small_disk_is_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, machine = planned_config(WIDE), replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
-    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    machine = replace(Machine.from_numbers(0.8, 2, None), cpu=read_cpu())
+    config = planned_config(WIDE, run={"directory": str(tmp_path)})
     search, free = search_on(machine, config, RankLayout(1, 2, 1, "cpu")), os.statvfs(tmp_path)
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_blocks=1, f_bavail=1 << 40, f_frsize=free.f_frsize)
@@ -203,9 +203,8 @@ def test_other_engines_have_no_disk(shard: dict[str, object]) -> None:
 
 
 def test_train_names_disks_that_are_too_small(tmp_path: Path) -> None:
-    config = planned_config(LLAMA, checkpoint={"every": 1}, train={"max_steps": 9})
-    section = config.run.model_copy(update={"directory": tmp_path / "runs" / "name"})
-    config = config.model_copy(update={"run": section})
+    run = {"directory": str(tmp_path / "runs" / "name")}
+    config = planned_config(LLAMA, checkpoint={"every": 1}, train={"max_steps": 9}, run=run)
     made = plan(config, MACHINE)
     assert full_disks(config, made) == []
     huge = vars(made) | {"checkpoint_bytes": 1 << 60}
@@ -220,8 +219,8 @@ def test_train_names_disks_that_are_too_small(tmp_path: Path) -> None:
 
 
 def test_remedy_of_fewer_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = planned_config(LLAMA, checkpoint={"every": 1, "export": False}, train={"max_steps": 9})
-    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": tmp_path})})
+    sections: dict[str, Any] = {"train": {"max_steps": 9}, "run": {"directory": str(tmp_path)}}
+    config = planned_config(LLAMA, checkpoint={"every": 1, "export": False}, **sections)
     made = replace(plan(config, MACHINE), checkpoint_bytes=10**9, export_bytes=0)
     for free, helps in ((25, "set checkpoint.keep=1, or another run.directory"), (15, "set another run.directory")):
         found = SimpleNamespace(f_blocks=1, f_bavail=free, f_frsize=10**8)

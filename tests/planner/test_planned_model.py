@@ -95,13 +95,11 @@ def test_changed_config_file_changes_the_plan(tmp_path: Path) -> None:
     rows = []
     for layers in (2, 3):
         file.write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
-        config = planned_config(LLAMA)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"config": file})})
-        rows.append(PlannedModel(config).shape.layers)
+        rows.append(PlannedModel(planned_config(file)).shape.layers)
     assert rows == [2, 3]
     file.unlink()
     with pytest.raises(UserError, match=r"no config\.json"):
-        PlannedModel(config)
+        PlannedModel(planned_config(file))
 
 
 def test_unreadable_cache_files_are_recomputed(own_cache: Path) -> None:
