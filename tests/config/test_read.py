@@ -129,7 +129,7 @@ def test_contradictions(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("train.max_steps=true", "max_steps cannot be true"),
+        ("train.max_steps=true", "train.max_steps cannot be true"),
         ("train.learning_rate=true", "learning_rate cannot be true"),
         ("launch.step_timeout_s=1e12", "less than or equal to"),
         ("train.learning_rate=.inf", "finite"),
@@ -187,11 +187,11 @@ def test_error_of_an_override_never_names_the_file(file: Path) -> None:
 
 
 def test_several_problems_have_a_line_each(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(f"{MINIMAL}  max_steps: many\n  lr: 3\nshard:\n  engine: fast\n")
+    file.write_text(f"{MINIMAL}  max_steps: many\n  lr: 3\n  gradient_checkpointing: true\nshard:\n  engine: fast\n")
     with pytest.raises(typer.Exit), one_line_errors(debug=False):
         read_config(file)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [f"{file}:{number}" for number in (7, 8, 10)]
+    assert [line.split(": ")[1] for line in lines] == [f"{file}:{number}" for number in (7, 8, 9, 11)]
     assert all(line.startswith("aliquot: ") and line.endswith(" [config]") for line in lines)
 
 

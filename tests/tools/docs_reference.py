@@ -36,8 +36,8 @@ A run configuration is a YAML file with one mapping for each section below. This
 _COMMANDS = f"""# Commands
 
 {_MADE}
-This page lists every command with its arguments and its own options. `aliquot COMMAND --help` prints the same text. All
-commands also have `--help`. `aliquot --version` prints the version. `aliquot --install-completion` installs the
+This page lists every command with its arguments and its own options. `aliquot COMMAND --help` prints the same text, and
+describes the arguments, too. `aliquot --version` prints the version. `aliquot --install-completion` installs the
 completion of commands and options for bash, zsh, fish or PowerShell; `--show-completion` prints the script instead.
 
 | exit code | meaning |

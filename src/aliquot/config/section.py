@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from aliquot.core.errors import has_url_credentials
@@ -76,23 +76,17 @@ class Section(BaseModel):
             raise PydanticCustomError(ABOUT_KEY, "is too large: give one below 2^63")
         return value
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="before")
     @classmethod
-    def refuse_booleans_for_numbers(cls, values: Any) -> Any:
+    def refuse_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Raise for a boolean in place of a number, such as `max_steps: true`, which Python would take for 1."""
-        for key, value in values.items() if isinstance(values, dict) else ():
-            field = cls.model_fields.get(key)
-            if not isinstance(value, bool) or field is None:
-                continue
-            options = get_args(field.annotation)
-            is_section = any(
-                isinstance(kind, type) and issubclass(kind, Section) for kind in (field.annotation, *options)
-            )
-            if bool not in (field.annotation, *options) and not is_section:
-                is_choice = get_origin(field.annotation) is Literal
-                advice = f": choose {', '.join(map(str, options))}" if is_choice else ""
-                raise ValueError(f"{key} cannot be {str(value).lower()}{advice}")
-        return values
+        kind = cls.model_fields[str(info.field_name)].annotation
+        options = get_args(kind)
+        is_section = any(isinstance(option, type) and issubclass(option, Section) for option in (kind, *options))
+        if isinstance(value, bool) and bool not in (kind, *options) and not is_section:
+            advice = f": choose {', '.join(map(str, options))}" if get_origin(kind) is Literal else ""
+            raise PydanticCustomError(ABOUT_KEY, f"cannot be {str(value).lower()}{advice}")
+        return value
 
 
 def refuse(*problems: tuple[object, str]) -> None:

@@ -2,7 +2,7 @@
 
 The leader runs in the launcher of one node; this node is a member like all other nodes. A member first sends `hello`,
 then `beat` every second, `ended` when its ranks have ended, and `leave` when it has received a stop signal. The leader
-sends `start` (a round), `stop` (finish the step and save), `kill`, `wait` and `end` (of the run). When the leader's
+sends `start` (a round), `stop` (save the last finished step), `kill`, `wait` and `end` (of the run). When the leader's
 node has received a stop signal, the leader sends `leave`, and another node leads.
 """
 
