@@ -107,8 +107,8 @@ def cut_of(tokenizer: str) -> Cut | None:
         return None
     firsts = {token[:1] for token in added}  # tokenizers put no "▁" in front of an added token
     ends = _character_class(marks - _marks_after_letters(merged) - firsts, lambda _: True)
-    spaces = spaces and not any("▁" in token.lstrip("▁") for token in merged)
-    spaces = spaces and not (has_prefix and any(re.fullmatch(_LETTER, first) for first in firsts))
+    begins_with_letter = has_prefix and any(re.fullmatch(_LETTER, first) for first in firsts)
+    spaces = spaces and not begins_with_letter and not any("▁" in token.lstrip("▁") for token in merged)
     space = rf"(?<={_LETTER}) (?={_LETTER})" if has_prefix else rf"(?<={_LETTER})(?= {_LETTER})"
     places = [rf"(?<={_LETTER})(?=[{ends}])" if ends else "", space if spaces else ""]
     return Cut(re.compile("|".join(filter(None, places))), ends if has_prefix else None) if any(places) else None

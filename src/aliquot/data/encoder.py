@@ -120,16 +120,14 @@ class Encoder:
             start, characters = stop, 0
 
     def _encode_answers(self, texts: list[str]) -> Encoded:
-        rows: list[list[int]] = []
-        masks: list[list[int]] = []
+        answers: list[tuple[list[int], list[int]]] = []
         notes: dict[str, Note] = {}
         for index, (documents, remarks) in enumerate(encode_records(self.tokenizer, texts, self.spec)):
             for reason, detail in remarks.items():
                 count, first, first_detail = notes.get(reason, (0, index, detail))
                 notes[reason] = (count + 1, first, first_detail)
-            rows += [ids for ids, _ in documents]
-            masks += [mask for _, mask in documents]
-        encoded = _encoded(rows, masks, None, notes)
+            answers += documents
+        encoded = _encoded([ids for ids, _ in answers], [mask for _, mask in answers], None, notes)
         if not self.spec.rated:
             return encoded
         records = [json.loads(text) for text in texts]

@@ -158,10 +158,9 @@ def _open_dataset(name: str, config: str | None, split: str, label: str) -> Iter
     file_bytes = shutil.disk_usage(datasets.config.HF_DATASETS_CACHE).free // 2
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
-        if saved := _saved_tables(Path(name)):
-            dataset = datasets.load_dataset("arrow", data_files=saved, split=split)
-        else:
-            dataset = datasets.load_dataset(name, config, split=split)
+        saved = _saved_tables(Path(name))
+        source = {"path": "arrow", "data_files": saved} if saved else {"path": name, "name": config}
+        dataset = datasets.load_dataset(**source, split=split)
     except DataError:
         raise
     except Exception as error:  # datasets raises nearly every kind of exception

@@ -197,10 +197,9 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
         return shipped
     if looks_local(path):
         elsewhere = ". If only the pods see it, copy its config.json here, and set cluster.model_directory"
-        reads_config_only = list(hub_files) == CONFIG_FILES  # `aliquot plan` and `aliquot cluster render`
         raise ModelFilesError(
             f"model.path {path}: no such directory, and no hub id, which has the form owner/name"
-            f"{elsewhere if reads_config_only else ''}"
+            f"{elsewhere if list(hub_files) == CONFIG_FILES else ''}"  # in `aliquot plan` and `aliquot cluster render`
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
