@@ -92,11 +92,10 @@ class Upload:
     def _is_in_store(self, stored_bytes: Mapping[str, int]) -> bool:
         """Return whether the store has the same manifest, and every file with the size that the manifest records."""
         manifest = read_small_file(self.directory / MANIFEST)
-        sizes = {name: record.bytes for name, record in read_manifest(self.directory).files.items()}
-        sizes[MANIFEST] = len(manifest)
-        if any(stored_bytes.get(f"{self.directory.name}/{name}") != size for name, size in sizes.items()):
-            return False
-        return _read(self.store, f"{self.directory.name}/{MANIFEST}", 0, len(manifest)) == manifest
+        folder, files = self.directory.name, read_manifest(self.directory).files
+        sizes = {name: record.bytes for name, record in files.items()} | {MANIFEST: len(manifest)}
+        has_sizes = all(stored_bytes.get(f"{folder}/{name}") == size for name, size in sizes.items())
+        return has_sizes and _read(self.store, f"{folder}/{MANIFEST}", 0, len(manifest)) == manifest
 
     def send(self, tokens: Mapping[str, str]) -> list[Receipt]:
         """Send this rank's ranges of the files, and return the receipts of the store."""
