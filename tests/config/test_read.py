@@ -191,7 +191,7 @@ def test_several_problems_have_a_line_each(file: Path, capsys: pytest.CaptureFix
     with pytest.raises(typer.Exit), one_line_errors(debug=False):
         read_config(file)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[1] for line in lines] == [f"{file}:{number}" for number in (7, 8, 9, 11)]
+    assert {line.split(": ")[1] for line in lines} == {f"{file}:{number}" for number in (7, 8, 9, 11)}
     assert all(line.startswith("aliquot: ") and line.endswith(" [config]") for line in lines)
 
 
