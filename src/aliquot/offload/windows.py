@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 from aliquot.optim.sizes import States, low_bytes, moment_bytes, update_block
 
@@ -45,11 +46,8 @@ class Record:
 
 def record(offset: int, sizes: Mapping[str, int]) -> Record:
     """Lay out a record at `offset` of the scratch file. `sizes`: bytes of each field."""
-    fields, at = {}, 0
-    for name, size in sizes.items():
-        fields[name] = (at, size)
-        at += paged(size)
-    return Record(offset, fields)
+    starts = accumulate(map(paged, sizes.values()), initial=0)
+    return Record(offset, {name: (start, sizes[name]) for name, start in zip(sizes, starts, strict=False)})
 
 
 def state_bytes(numel: int, states: States, row_numel: int, splits: bool) -> dict[str, int]:
