@@ -241,7 +241,7 @@ def test_vocabulary_fits_the_largest_id_and_added_tokens() -> None:
 )
 def test_model_names_its_required_special_token(model_type: str, key: str | None) -> None:
     source = resolve(ModelSection(config={"model_type": model_type}))
-    source.assume_vocabulary(300)
+    source.adopt_tokenizer(None, 299, added=True)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))  # without any
     if key is None:
         source.adopt_tokenizer(tokenizer, 299, added=False)

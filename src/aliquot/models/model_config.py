@@ -170,21 +170,16 @@ def _refuse_out_of_scope(config: PretrainedConfig, where: str) -> None:
         config.is_decoder = True  # BERT and its relatives attend to later tokens unless they are decoders
 
 
-def _quantization(config: PretrainedConfig) -> dict[str, Any] | None:
-    settings = getattr(config, "quantization_config", None)
-    return settings if settings is None or isinstance(settings, dict) else settings.to_dict()
-
-
 def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     """Remove the quantization settings from a configuration, because aliquot trains and exports unquantised weights."""
-    if _quantization(config):
+    if getattr(config, "quantization_config", None):
         del config.quantization_config
     return config
 
 
 def refuse_quantized(config: PretrainedConfig, where: str) -> None:
     """Raise UnsupportedModelError if the stored weights have a format that aliquot cannot read."""
-    settings = _quantization(config)
+    settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
     method = settings and settings.get("quant_method", "quantised")
     if method and method != _PACKED_EXPERTS:
         raise UnsupportedModelError(

@@ -62,7 +62,8 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     `vocabulary` is the size of the tokenizer's vocabulary, if the tokenizer is known.
     """
     source = resolve(config.model, CONFIG_FILES)
-    source.assume_vocabulary(vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size)
+    tokens = vocabulary or config.data.tokenizer_vocab_size or source.config.vocab_size
+    source.adopt_tokenizer(None, tokens - 1, added=True)
     source.check_length(config.data.sequence_length, config.train.answers)
     model_traits = traits(source.config, config.data.sequence_length, config.train.drops)
     built = meta.build(source.config, model_traits, config.adapter, config.train.freeze, config.train.drops)

@@ -55,13 +55,14 @@ class ModelSource:
     def _vocabulary_is_open(self) -> bool:
         return self.from_scratch and "vocab_size" not in self.configured_keys
 
-    def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase, largest: int, added: bool) -> None:
+    def adopt_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, largest: int, added: bool) -> None:
         """Set the vocabulary size and the special tokens that the config of a model from scratch omits.
 
         The vocabulary of a pretrained model grows only if the user has added tokens. Otherwise a token without an
         embedding row, such as the last token of Gemma 3, occurs in no text.
 
         Args:
+            tokenizer: None if only its size is known, for a plan; the model then has no special tokens.
             largest: the largest token id, which may exceed the number of tokens because ids may have gaps.
             added: whether the user has added tokens.
         """
@@ -70,23 +71,14 @@ class ModelSource:
                 self._grow(largest + 1)
             return
         if self._vocabulary_is_open:
-            self.config.vocab_size = _whole_blocks(largest + 1)
+            self.config.vocab_size = -(-(largest + 1) // 64) * 64  # the multiple for which products are fastest
         for key in SPECIAL:
-            if key not in self.configured_keys and not self._adopt(key, getattr(tokenizer, key)):
+            is_set = key in self.configured_keys or self._adopt(key, getattr(tokenizer, key, None))
+            if not is_set and tokenizer is not None:
                 raise ModelFilesError(
                     f"{self.config.model_type} needs {key}, and the tokenizer has none: set {key} in model.config",
                     "model.config",
                 )
-
-    def assume_vocabulary(self, size: int) -> None:
-        """Set the vocabulary as `adopt_tokenizer` would for a tokenizer with `size` tokens, without a tokenizer."""
-        if not self.from_scratch:
-            self._grow(size)
-        elif self._vocabulary_is_open:
-            self.config.vocab_size = _whole_blocks(size)
-            for key in SPECIAL:
-                if key not in self.configured_keys:
-                    self._adopt(key, None)
 
     def _adopt(self, key: str, token: int | None) -> bool:
         """Set a special token. Return False if a model of this type needs the token and the tokenizer has none."""
@@ -132,11 +124,6 @@ class ModelSource:
                 f"data.sequence_length is {sequence_length}, but the model has {positions} positions"
                 f" ({self._positions_key}): set data.sequence_length to {answers * positions} or less"
             )
-
-
-def _whole_blocks(rows: int) -> int:
-    """Round up to a multiple of 64, for which matrix products are fastest."""
-    return -(-rows // 64) * 64
 
 
 def import_models() -> None:
@@ -193,7 +180,9 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
             f"model.path {path}: a file, not the directory or hub id of a model. To train from scratch,"
             f" write model.config: {path} instead of model.path"
         )
-    if list(hub_files) == CONFIG_FILES and (shipped := _shipped_shape(path)).is_dir():
+    # A copy on a cluster has the name of its hub repository, and tuned variants have the shape of the base.
+    shipped = _SHAPES / Path(path).name.removesuffix("-Instruct").removesuffix("-Base")
+    if list(hub_files) == CONFIG_FILES and shipped.is_dir():
         return shipped
     if looks_local(path):
         elsewhere = ". If only the pods see it, copy its config.json here, and set cluster.model_directory"
@@ -214,12 +203,3 @@ def local_directory(path: str, hub_files: Sequence[str] = HUB_FILES) -> Path:
         raise ModelFilesError(
             f"model.path {path}: no such directory, and the hub could not serve it: {reason}. {hub_advice(path)}"
         ) from error
-
-
-def _shipped_shape(path: str) -> Path:
-    """Return the directory of the config.json that aliquot ships for a model of this name; it may not exist.
-
-    A copy on a cluster's file system has the name of its hub repository, and tuned variants have the shape of the base.
-    """
-    name = path.rstrip("/").rpartition("/")[2]
-    return _SHAPES / name.removesuffix("-Instruct").removesuffix("-Base")

@@ -214,21 +214,19 @@ def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
 
 def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -> bool:
     head: Any = model.get_output_embeddings()
-    if (
-        type(head) is not nn.Linear
-        or getattr(head, "bias", None) is not None
-        or hidden is None
-        or hidden.shape[-1] != head.in_features
-    ):
-        return False
-    return agree(F.linear(hidden, head.weight), logits[0])
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and hidden is not None
+        and hidden.shape[-1] == head.in_features
+        and agree(F.linear(hidden, head.weight), logits[0])
+    )
 
 
 def _looks_up(model: PreTrainedModel, from_ids: Tensor | None) -> bool:
-    if type(model.get_input_embeddings()) is not nn.Embedding:  # a subclass may do more than a look-up
-        return False
     from_embeddings = _decoded(model, embed=True)
-    return from_ids is not None and from_embeddings is not None and agree(from_embeddings, from_ids)
+    is_plain = type(model.get_input_embeddings()) is nn.Embedding  # a subclass may do more than a look-up
+    return is_plain and from_ids is not None and from_embeddings is not None and agree(from_embeddings, from_ids)
 
 
 def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tensor) -> str | None:

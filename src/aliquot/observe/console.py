@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -26,7 +27,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARKS = 40
 _BAR = 10
 _SHOWN_RANKS = 8
-_LABEL = len("GPU memory") + 2  # width of the first column and its separator
 
 
 class Display:
@@ -242,12 +242,13 @@ class LiveView:
         grid = Table.grid(padding=(0, 2, 0, 0))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for label, row in self._rows(options.ascii_only, options.max_width - _LABEL):
+        for label, row in self._rows(options.ascii_only):
             grid.add_row(label, row)
         yield grid
 
-    def _rows(self, plain: bool, width: int) -> list[tuple[str, Text]]:
-        metrics, rows = self.metrics, []
+    def _rows(self, plain: bool) -> list[tuple[str, RenderableType]]:
+        metrics = self.metrics
+        rows: list[tuple[str, RenderableType]] = []
         if self.losses:
             line = Text(f"{self.losses[-1]:.4f}", style="bold")
             if len(self.losses) > 1 and not plain:
@@ -264,7 +265,7 @@ class LiveView:
             ("GPU memory", "gpu_memory_bytes", self.gpu_bytes),
         ):
             if metrics.get(name):
-                rows.append((label, _memory(metrics[name], limit, plain, width)))
+                rows.append((label, _memory(metrics[name], limit, plain)))
         saving = self.saving is not None
         slow = f"rank {', '.join(map(str, self.slow))} is slow, the others wait for it" if self.slow else None
         states = (
@@ -285,7 +286,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
 
 
-def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: int) -> Text:
+def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool) -> Columns:
     """Draw a bar for the memory of each rank relative to the limit. Lines break between ranks."""
     pieces = []
     for rank, size in enumerate(sizes[:_SHOWN_RANKS]):
@@ -301,13 +302,7 @@ def _memory(sizes: Sequence[int], limit_bytes: int | None, plain: bool, width: i
         pieces.append(Text(f"... the largest of {len(sizes)} ranks {gib(max(sizes))}"))
     if limit_bytes:
         pieces.append(Text(f"of {gib(limit_bytes)} each", style="dim"))
-    lines = [pieces[0]]
-    for piece in pieces[1:]:
-        if len(lines[-1]) + 2 + len(piece) <= width:
-            lines[-1].append("  ").append_text(piece)
-        else:
-            lines.append(piece)
-    return Text("\n").join(lines)
+    return Columns(pieces, padding=(0, 2))
 
 
 def _parts(metrics: Mapping[str, Any]) -> str:
