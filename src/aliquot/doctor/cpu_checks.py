@@ -24,20 +24,15 @@ def check_isa(subject: Subject) -> Finding:
     """Check whether the CPU has fast instructions for matrix products."""
     cpu = subject.cpu
     observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
-    if faster_precision(cpu.isa) == "bf16":
+    if not cpu.isa:
         return Finding(
-            "ok", observed, meaning="the CPU has instructions for bf16 products: `train.precision: auto` is bf16"
+            "problem",
+            observed,
+            meaning="torch has no fast kernels for this CPU",
+            fix="take a CPU with AVX2, AVX-512 or AMX",
         )
-    if cpu.isa:
-        return Finding(
-            "ok", observed, meaning="products are faster in fp32 than in bf16: `train.precision: auto` is fp32"
-        )
-    return Finding(
-        "problem",
-        observed,
-        meaning="torch has no fast kernels for this CPU",
-        fix="take a CPU with AVX2, AVX-512 or AMX",
-    )
+    fast = faster_precision(cpu.isa)
+    return Finding("ok", observed, meaning=f"products are fastest in {fast}: `train.precision: auto` is {fast}")
 
 
 @check("amx", "AMX permission")
@@ -65,9 +60,7 @@ def check_kernels(subject: Subject) -> Finding:
     kernel, isa = matmul_kernel("bf16"), subject.cpu.isa
     observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
     best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
-    if best is None:
-        return Finding("ok", observed, meaning="matrix products use the available kernel")
-    if best in kernel or "amx" in kernel:
+    if best is None or best in kernel or "amx" in kernel:
         return Finding("ok", observed, meaning="products run on the best kernel that this CPU has")
     fix = "install the torch of `pip install torch`; see `amx` for its permission"
     if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
@@ -99,11 +92,10 @@ def check_cores(subject: Subject) -> Finding:
             fix="unless this is intended, start without taskset, or widen the cpuset",
         )
     if cpu.is_throttled and cpu.quota is not None:
-        meaning += ", and ranks are not pinned, because other containers use the same cores"
         return Finding(
             "warning",
             observed,
-            meaning=meaning,
+            meaning=f"{meaning}, and ranks are not pinned, because other containers use the same cores",
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own",
         )
     return Finding("ok", observed, meaning=meaning)
@@ -115,8 +107,6 @@ def check_smt(subject: Subject) -> Finding:
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
     threads = max(len(core) for core in cores)
     observed = f"{count_of(threads, 'hardware thread')} a core"
-    if threads == 1:
-        return Finding("ok", observed, meaning="every logical CPU is a core of its own")
     halves = sum(1 for core in cores if not core <= subject.allowed)
     if halves:
         return Finding(
@@ -136,9 +126,10 @@ def check_numa(subject: Subject) -> Finding:
         return Finding("ok", "one NUMA node", meaning="memory access is uniform")
     observed = f"{len(nodes)} NUMA nodes with {', '.join(str(len(cores)) for cores in subject.cpu.cores_by_node)} cores"
     if has_memory_policy():
-        observed += ", a memory policy is set (numactl?)"
         return Finding(
-            "ok", observed, meaning="aliquot keeps the policy and does not choose a node for a rank's memory"
+            "ok",
+            f"{observed}, a memory policy is set (numactl?)",
+            meaning="aliquot keeps the policy and does not choose a node for a rank's memory",
         )
     if not set_preferred_node(nodes[0]):
         return Finding(

@@ -48,9 +48,8 @@ def check_interface(subject: Subject) -> Finding:
             meaning="this machine cannot reach another",
             fix="for several nodes, bring an interface up",
         )
-    if chosen:
-        return Finding("ok", observed, meaning=f"GLOO_SOCKET_IFNAME says {chosen}")
-    return Finding("ok", observed, meaning="with several nodes the one that leads to node 0 is taken")
+    choice = f"GLOO_SOCKET_IFNAME says {chosen}" if chosen else "with several nodes the one to node 0 is taken"
+    return Finding("ok", observed, meaning=choice)
 
 
 @check("names", "own name")

@@ -26,21 +26,25 @@ def check_storage(subject: Subject) -> Finding:
     mount = mount_of(directory.resolve(), subject.root)
     try:
         with tempfile.TemporaryDirectory(prefix=".aliquot-doctor-", dir=directory) as folder:
-            fsync_s = _write(Path(folder) / "a")
             start = time.perf_counter()
+            with (Path(folder) / "a").open("wb") as file:
+                file.write(os.urandom(_WRITE_BYTES))
+                flush_to_disk(file)
+            durable = time.perf_counter()
             (Path(folder) / "a").rename(Path(folder) / "b")
-            rename_s = time.perf_counter() - start
+            renamed = time.perf_counter()
             lacks = "no locks" if not _has_locks(Path(folder) / "b") else ""
     except OSError as error:
-        observed, fix = (
+        return Finding(
+            "problem",
             f"{directory} ({mount.kind}): {error.strerror}",
-            "choose another run.directory, or mount it writable",
+            meaning="no run can be written here",
+            fix="choose another run.directory, or mount it writable",
         )
-        return Finding("problem", observed, meaning="no run can be written here", fix=fix)
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     observed = (
         f"{directory} ({mount.kind}): {free / 2**30:.1f} GiB free, {_WRITE_BYTES >> 20} MiB durable in"
-        f" {fsync_s * 1e3:.0f} ms, rename {rename_s * 1e3:.1f} ms"
+        f" {1e3 * (durable - start):.0f} ms, rename {1e3 * (renamed - durable):.1f} ms"
     )
     demand = (
         "a checkpoint takes 12 bytes a parameter, and checkpoint.keep of them are kept, and one that is being written"
@@ -49,7 +53,7 @@ def check_storage(subject: Subject) -> Finding:
         return Finding("problem", observed, meaning=demand, fix="free space, or choose another run.directory")
     if free < _GOOD_BYTES:
         return Finding("warning", observed, meaning=demand, fix="more space for models above some 500 M")
-    if fsync_s > _SLOW_FSYNC_S:
+    if durable - start > _SLOW_FSYNC_S:
         return Finding(
             "warning",
             observed,
@@ -89,15 +93,6 @@ def check_storage_clock(subject: Subject) -> Finding:
             fix="run chrony or ntpd on this machine and on the file server",
         )
     return Finding("ok", observed, meaning="times of files agree with those of logs")
-
-
-def _write(file: Path) -> float:
-    """Return the seconds to write and fsync a few MiB."""
-    start = time.perf_counter()
-    with file.open("wb") as out:
-        out.write(os.urandom(_WRITE_BYTES))
-        flush_to_disk(out)
-    return time.perf_counter() - start
 
 
 def _has_locks(file: Path) -> bool:

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from typing import Any, Literal, cast
 
 import torch
@@ -139,8 +138,7 @@ def main() -> None:
     rates = {precision: ranks.gather(matmul_rate("cpu", precision, ranks.barrier)) for precision in _PRECISIONS}
     report: dict[str, Any] = {"wrong": ranks.gather(wrong), "rates": rates, "threads": topology.threads}
     if ranks.rank == 0:
-        print(json.dumps(report))
-        sys.stdout.flush()
+        print(json.dumps(report), flush=True)
     ranks.close()
 
 

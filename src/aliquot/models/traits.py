@@ -216,7 +216,7 @@ def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -
     head: Any = model.get_output_embeddings()
     return (
         type(head) is nn.Linear
-        and head.bias is None
+        and getattr(head, "bias", None) is None
         and hidden is not None
         and hidden.shape[-1] == head.in_features
         and agree(F.linear(hidden, head.weight), logits[0])
