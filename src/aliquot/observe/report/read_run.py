@@ -161,6 +161,13 @@ class Run:
             for part in PARTS
         }
 
+    def slowest(self) -> tuple[float, float]:
+        """Return the seconds and the number of the slowest step of `timed`. A line has the mean of its steps."""
+        return max(
+            (sum(number(line.get(f"{part}_s")) or 0.0 for part in PARTS), number(line.get("step")) or 0.0)
+            for line in self.timed()
+        )
+
     def per_step(self, key: str) -> Points:
         """Return the increase per step of a counter that starts at zero in each attempt."""
         return [

@@ -100,7 +100,10 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     ceiling_note = f"of {rate(ceiling, 'FLOP/s')}, a plain matmul here" if ceiling else "of a plain matmul here"
     limit, step_s = limit_bytes(run), _step_s(run)
     limit_note = f"the largest rank, of {gib(limit)}" if limit is not None else "the largest rank"
-    waiting = f"{percent(run.mean_parts()['wait'] / (step_s or 1.0))} waiting"
+    pace = f"{percent(run.mean_parts()['wait'] / (step_s or 1.0))} waiting"
+    if step_s:
+        slowest_s, step = run.slowest()
+        pace += f"; the slowest, step {step:,.0f}: {seconds(slowest_s)}"
     # A figure without a value is left out.
     figures = [
         ("steps", f"{done:,.0f}", planned_steps + in_epochs),
@@ -119,7 +122,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
         ("MFU", percent(mfu[0]), ceiling_note) if mfu else _NOTHING,
         ("MFU", "unknown" if speed and not mfu else "", "the matmul ceiling was not measured"),
         ("peak memory", gib(top_bytes(run) or 0.0) if run.rows else "", limit_note),
-        ("a step", seconds(step_s) if step_s else "", waiting),
+        ("a step", seconds(step_s) if step_s else "", pace),
     ]
     return [(label, value, note) for label, value, note in figures if value]
 
