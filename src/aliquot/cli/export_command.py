@@ -58,17 +58,15 @@ def command(
 
         if private and push_to_hub is None:
             raise UsageError("--private is about the repository of --push-to-hub, which is missing")
-        directory = Path(checkpoint)
         if not is_url(checkpoint):
-            directory = _checkpoint(directory)
-            checkpoint = str(directory)
+            checkpoint = str(_checkpoint(Path(checkpoint)))
         upload = None
         if push_to_hub is not None:
             from aliquot.run.hub_upload import HubUpload, write_model_card
 
             upload = HubUpload(push_to_hub, private)
-        if is_url(checkpoint):
-            directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify))
+        is_remote = is_url(checkpoint)
+        directory = stack.enter_context(fetched_weights(checkpoint, out_dir, verify)) if is_remote else Path(checkpoint)
         if verify:
             verify_all(directory)
         stored_dtype = dtype or trained_dtype(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -111,15 +111,11 @@ def _messages() -> Iterator[str]:
 
 
 def _answer(chat: Chat, line: str) -> None:
-    error_line = None
     try:
-        with closing(chat.reply(line)) as pieces:
+        with suppress(KeyboardInterrupt), closing(chat.reply(line)) as pieces:
             for piece in pieces:
                 print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
+        print(flush=True)
     except UserError as error:  # an error in this message; the conversation continues
-        error_line = error.line
-    print(flush=True)
-    if error_line is not None:
-        print(f"aliquot: {error_line}", file=sys.stderr)
+        print(flush=True)
+        print(f"aliquot: {error.line}", file=sys.stderr)

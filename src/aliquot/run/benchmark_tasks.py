@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aliquot.core.errors import MissingToolError, UsageError
+from aliquot.core.errors import MissingToolError, UsageError, reason_of
 from aliquot.models.generate import load
 from aliquot.models.source import local_directory
 from aliquot.observe.metrics import finite
@@ -78,7 +78,7 @@ def evaluate_tasks(
             log_samples=False,
         )
     except ValueError as error:  # for example, a task that executes code of the model, or few-shot without examples
-        raise UsageError(f"--tasks: lm-eval cannot run these tasks: {_on_one_line(error)}") from error
+        raise UsageError(f"--tasks: lm-eval cannot run these tasks: {reason_of(error).rstrip('.')}") from error
     return {key: finite(results[key]) for key in _RESULTS if key in results}
 
 
@@ -105,12 +105,8 @@ def _load_task(manager: Any, name: str) -> list[Any]:
         loaded = manager.load([name])
     except Exception as error:  # each kind of data set fails in its own way
         raise UsageError(
-            f"--tasks: the data of {name} cannot be loaded: {_on_one_line(error)}. Without a network, download them"
-            " elsewhere and copy the cache of datasets (HF_HOME)"
+            f"--tasks: the data of {name} cannot be loaded: {reason_of(error).rstrip('.')}. Without a network, download"
+            " them elsewhere and copy the cache of datasets (HF_HOME)"
         ) from error
     groups = loaded.get("groups", {})
     return [groups[name]] if name in groups else list(loaded["tasks"].values())
-
-
-def _on_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")

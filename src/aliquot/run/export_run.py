@@ -44,7 +44,7 @@ def finish_run(trainer: Trainer) -> Path | None:
         checkpoints.save_now()
     trainer.watchdog.stop()
     if stop_signal:
-        raise shutdown.stopped(stop_signal, saved_outcome(progress.step, progress.saved_step))
+        raise shutdown.stopped(stop_signal, saved_outcome(progress))
     if progress.is_saved:
         shutdown.enter(Phase.EXPORT, progress.step)
     else:
@@ -87,7 +87,7 @@ def _export_or_save(trainer: Trainer) -> Path:
         if not progress.is_saved:
             checkpoints.save_now()
         if stop_signal := trainer.stop_poll.now():
-            raise shutdown.stopped(stop_signal, saved_outcome(progress.step, progress.saved_step)) from None
+            raise shutdown.stopped(stop_signal, saved_outcome(progress)) from None
         raise
     shutdown.enter(Phase.DONE, progress.step)
     if stop_signal := trainer.stop_poll.now():  # the signal arrived when the export was almost complete

@@ -156,9 +156,8 @@ def _draw(trainer: Trainer, rows: list[_Row], drawing: Drawing) -> list[list[Any
         attention_mask=torch.ones_like(ids), use_cache=True,
     )  # fmt: skip
     fields, logprobs = list[list[Any]](), torch.stack(draw.logprobs, 1).tolist()
-    for row, tokens, values, (length, is_complete) in zip(
-        rows, generated.tolist(), logprobs, stop.lengths, strict=True
-    ):
+    for index, (row, tokens, values) in enumerate(zip(rows, generated.tolist(), logprobs, strict=True)):
+        length, is_complete = stop.lengths[index]
         text = run.tokenizer.decode(tokens[len(row.ids) : length], skip_special_tokens=True)
         drawn = values[len(row.ids) - shortest : length - shortest]
         fields.append([tokens[:length], len(row.ids), drawn, text, is_complete])
@@ -221,21 +220,17 @@ class _RowEnds(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, tokenizer: Any, rows: Sequence[_Row], ends: set[int], drawing: Drawing) -> None:
         self._tokenizer, self._ends, self._drawing = tokenizer, ends, drawing
         self._starts = [len(row.ids) for row in rows]
-        self._lengths: list[tuple[int, bool] | None] = [None] * len(rows)
-
-    @property
-    def lengths(self) -> list[tuple[int, bool]]:
-        """The length of each row in tokens, with its prompt, and whether the row ended before `max_tokens`."""
-        return [length for length in self._lengths if length is not None]
+        # Of each row that has ended: its length in tokens, with its prompt, and whether it ended before `max_tokens`.
+        self.lengths: dict[int, tuple[int, bool]] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         length = input_ids.shape[1]
         for row, (ids, start) in enumerate(zip(input_ids.tolist(), self._starts, strict=True)):
-            if self._lengths[row] is None and length > start:
+            if row not in self.lengths and length > start:
                 is_end = ids[-1] in self._ends or self._has_stop_text(ids[start:])
                 if is_end or length - start == self._drawing.max_tokens:
-                    self._lengths[row] = length, is_end
-        return torch.tensor([length is not None for length in self._lengths], device=input_ids.device)
+                    self.lengths[row] = length, is_end
+        return torch.tensor([row in self.lengths for row in range(len(self._starts))], device=input_ids.device)
 
     def _has_stop_text(self, ids: list[int]) -> bool:
         if not self._drawing.stop:

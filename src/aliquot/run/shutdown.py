@@ -37,6 +37,7 @@ from aliquot.distributed.leader_lease import ROUND
 from aliquot.distributed.rank_errors import bounded_call, bounded_value, has_failed_rank, report_error
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import REPEAT_S, STOP_SIGNALS, SignalListener, Terminated
+from aliquot.run.training_progress import TrainingProgress
 
 _POLL_INTERVAL_S = 1.0
 _MAX_GROWTH = 4  # the number of micro-batches between two polls grows at most by this factor
@@ -76,12 +77,12 @@ _POLICIES = {
 }
 
 
-def saved_outcome(step: int, saved_step: int, obstacle: str = "it could not be saved") -> str:
-    """Return the outcome of a run that ends after `step`; `obstacle` is the reason if this step is not saved."""
-    if saved_step == step:
-        return _IS_SAVED.format(step=step, mirror="")
-    newest = f"saved is step {saved_step}" if saved_step else "nothing is saved"
-    return f"after step {step}; {newest}, because {obstacle}: start again to continue"
+def saved_outcome(progress: TrainingProgress, obstacle: str = "it could not be saved") -> str:
+    """Return the outcome of a run that ends after the last finished step; `obstacle`: why this step may be unsaved."""
+    if progress.is_saved:
+        return _IS_SAVED.format(step=progress.step, mirror="")
+    newest = f"saved is step {progress.saved_step}" if progress.saved_step else "nothing is saved"
+    return f"after step {progress.step}; {newest}, because {obstacle}: start again to continue"
 
 
 class Shutdown:
@@ -125,7 +126,8 @@ class Shutdown:
         self._announce_end = announce_end
         self._notify, self._restore_terminal = notify, restore_terminal
         self._mirror = ", but not in checkpoint.mirror yet" if has_mirror else ""
-        self._deadline: threading.Timer | None = None
+        self._deadline = threading.Timer(grace_s, self._end_late)
+        self._deadline.daemon = True
         self._is_ending = False
         self._requested_at = math.inf
         # Ignored signals stay ignored: a shell ignores Ctrl-C for background processes, and nohup ignores SIGHUP.
@@ -153,8 +155,7 @@ class Shutdown:
 
     def disarm(self) -> None:
         """End the grace period: nothing more will be saved, and reports and dashboards have their own time limits."""
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._deadline.cancel()
 
     def stopped(self, number: int, outcome: str) -> Terminated:
         """Return the error that ends the run after a stop signal, when nothing more will be saved.
@@ -186,8 +187,6 @@ class Shutdown:
 
     def _request(self, number: int) -> None:
         self.requested, self._requested_at = number, time.monotonic()
-        self._deadline = threading.Timer(self._grace_s, self._end_late, [number])
-        self._deadline.daemon = True
         self._deadline.start()
         if self._speaks:
             self._loss = bounded_value(self._describe_loss, self._loss)
@@ -200,10 +199,10 @@ class Shutdown:
         if self._speaks:
             bounded_call(partial(self._notify, f"aliquot: {text}"))
 
-    def _end_late(self, number: int) -> None:
+    def _end_late(self) -> None:
         """End the process because the grace period is over."""
-        late = f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {signal.Signals(number).name}"
-        error = TrainingError(late) if (outcome := self._outcome()) is None else Terminated(number, outcome)
+        late = f"not saved within checkpoint.grace_s = {self._grace_s:g} s of {signal.Signals(self.requested).name}"
+        error = TrainingError(late) if (outcome := self._outcome()) is None else Terminated(self.requested, outcome)
         bounded_call(self._restore_terminal)
         bounded_call(partial(report_error, error))
         os._exit(error.exit_code)
@@ -211,9 +210,8 @@ class Shutdown:
     def _outcome(self) -> str | None:
         """The outcome if the process ends now; None if work is lost."""
         phase, step = self._state
-        if (if_cut := _POLICIES[phase].if_cut) is None:
-            return None
-        return if_cut.format(step=step, mirror=self._mirror)
+        if_cut = _POLICIES[phase].if_cut
+        return if_cut and if_cut.format(step=step, mirror=self._mirror)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,6 @@ from aliquot.core.on_rank_0 import error_of
 from aliquot.data.batch_prefetch import BatchCopier, BatchPrefetcher
 from aliquot.data.batches import StepBatch
 from aliquot.data.data_summary import StreamedIrregularities
-from aliquot.distributed.signals import Terminated
 from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
@@ -295,22 +294,18 @@ class TrainingLoop:
         # Of a signal within the next step, the last step may be saved already.
         is_unsaved = progress.step not in (progress.saved_step, checkpoints.saver.current_step)
         if stop_signal and is_unsaved and checkpoints.saver.current_step is not None and checkpoints.finish_if_late():
-            raise self._stopped(stop_signal, "checkpoint.grace_s was too short for another")
+            outcome = saved_outcome(progress, "checkpoint.grace_s was too short for another")
+            raise self._trainer.shutdown.stopped(stop_signal, outcome)
         is_wanted = (is_last and settings.last) or stop_signal or failure or is_best
         if is_unsaved and (is_wanted or is_due(settings.save_steps, progress.step)):
             checkpoints.save()
         if stop_signal and not is_last:
             checkpoints.finish()
-            raise self._stopped(stop_signal)
+            raise self._trainer.shutdown.stopped(stop_signal, saved_outcome(progress))
         if failure is not None:
             checkpoints.finish()
             saved = f"; step {progress.step} is saved: start again to continue" if progress.is_saved else ""
             raise type(failure)(f"{failure}{saved}")
-
-    def _stopped(self, stop_signal: int, *obstacle: str) -> Terminated:
-        progress = self._progress
-        outcome = saved_outcome(progress.step, progress.saved_step, *obstacle)
-        return self._trainer.shutdown.stopped(stop_signal, outcome)
 
     def _expert_metrics(self) -> dict[str, object]:
         """How evenly tokens are routed to experts, and the balance loss; empty for models without experts."""
