@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,19 +50,14 @@ class ConfigCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
-        with one_line_errors(debug=False):
-            _refuse_keys_as_options(args, options)
+        for argument, following in zip_longest(args, args[1:], fillvalue=""):
+            name, equals, value = argument.partition("=")
+            if not name.startswith("--") or name == "--" or name in options:
+                continue
+            from aliquot.config.key_hints import argument_for  # slow to import
+
+            separate = following if following and not following.startswith("-") else None
+            with one_line_errors(debug=False):
+                if advice := argument_for(name, value if equals else separate):
+                    raise UsageError(f"{name} is no option; {advice}")
         return super().parse_args(ctx, args)
-
-
-def _refuse_keys_as_options(args: Sequence[str], options: Collection[str]) -> None:
-    """Raise UsageError for an argument `--name` that is no option, but a key of aliquot or of another trainer."""
-    for argument, following in zip_longest(args, args[1:], fillvalue=""):
-        name, equals, value = argument.partition("=")
-        if not name.startswith("--") or name == "--" or name in options:
-            continue
-        from aliquot.config.key_hints import argument_for  # slow to import
-
-        separate = following if following and not following.startswith("-") else None
-        if advice := argument_for(name, value if equals else separate):
-            raise UsageError(f"{name} is no option; {advice}")

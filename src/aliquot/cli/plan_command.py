@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,21 +25,6 @@ if TYPE_CHECKING:
     from aliquot.planner.settings_search import Candidate
 
 _MAX_SIZE = 1e9  # GiB or Gbit/s; much larger numbers become infinite in bytes
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The machines and the run that the options of the command describe. None: this machine, or as in the config."""
-
-    instance: str | None
-    memory_gib: float | None
-    cores: int | None
-    isa: str | None
-    network_gbit: float | None
-    nodes: int | None
-    ranks_per_node: int | None
-    document_tokens: int | None
-    tokens: int | None  # to train on
 
 
 @dataclass(frozen=True)
@@ -170,11 +157,20 @@ def command(
             raise UsageError("--global-batch is for a search of EC2 types: write train.global_batch_size=N")
         if optimize == "cost":
             raise UsageError("--optimize cost needs EC2 types and a number of tokens, for example --tokens 1B")
-        target = _Target(instance, memory, cores, isa, network, nodes, ranks_per_node, document_tokens, number)
-        names = _names(settings, target)
         if settings.model.config is not None and not (settings.data.tokenizer or settings.data.tokenizer_vocab_size):
             print(f"warning: this run needs more than its plan: {NO_TOKENIZER}", file=sys.stderr)
-        result = _make_plan(settings, target, names, optimize is not None)
+        from aliquot.planner.planned_machine import machine_from_options
+
+        read_machine = partial(machine_from_options, instance, memory, cores, isa, network)
+        result = _make_plan(
+            settings,
+            read_machine,
+            nodes,
+            ranks_per_node,
+            document_tokens,
+            number,
+            finds_alternatives=optimize is not None,
+        )
         if as_json:
             print(json.dumps(result.as_json(), indent=1))
         else:
@@ -201,33 +197,43 @@ def _calibrate() -> None:
     print(f"measured this machine: {summary}", file=sys.stderr)
 
 
-def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_alternatives: bool) -> _Result:
-    """Plan `config` for `target`, with advice if the run does not fit. `names`: keys -> options, for the advice."""
+def _make_plan(
+    config: RunConfig,
+    read_machine: Callable[[], Machine],
+    nodes: int | None,
+    ranks_per_node: int | None,
+    document_tokens: int | None,
+    tokens: int | None,
+    finds_alternatives: bool,
+) -> _Result:
+    """Plan `config`, with advice if the run does not fit.
+
+    `nodes`, `ranks_per_node`, `document_tokens` and `tokens` (to train on) are as in the config if they are None.
+    """
     from aliquot.data.workload import Workload, batch_size
     from aliquot.planner import fit_check
     from aliquot.planner.advice import with_advice
     from aliquot.planner.automatic_settings import with_fixed_choices, with_settings
     from aliquot.planner.machine_profile import ensure_measured
-    from aliquot.planner.planned_machine import limit_to_pod, machine_from_options, measure_disks
+    from aliquot.planner.planned_machine import limit_to_pod, measure_disks
     from aliquot.planner.planned_model import PlannedModel, with_model_limits
     from aliquot.planner.planner import Planner
     from aliquot.planner.settings_search import Search
 
-    if target.instance is not None and config.cluster is not None:
-        config = _with_cluster_layout(config)
     with progress() as update:
         update("reading the machine")
-        machine = machine_from_options(
-            target.instance, target.memory_gib, target.cores, target.isa, target.network_gbit
-        )
+        machine = read_machine()
+        names = _names(config, machine, nodes, ranks_per_node)
+        if machine.instance is not None and config.cluster is not None:
+            config = _with_cluster_layout(config)
         machine = measure_disks(limit_to_pod(machine, config), config)
-        layout = machine.layout(config, target.nodes, target.ranks_per_node)
+        layout = machine.layout(config, nodes, ranks_per_node)
         update("analysing the model")
         config = with_model_limits(config)
-        workload = Workload.assumed(config, target.document_tokens)
-        if target.tokens is not None:
+        workload = Workload.assumed(config, document_tokens)
+        if tokens is not None:
             sequences = batch_size(config.train, layout.world_size).total
-            config = with_settings(config, {"train.max_steps": -(-target.tokens // round(sequences * workload.tokens))})
+            config = with_settings(config, {"train.max_steps": -(-tokens // round(sequences * workload.tokens))})
         planner = Planner(PlannedModel(config), machine)
         update("measuring this machine")
         ensure_measured(machine, layout)
@@ -237,7 +243,7 @@ def _make_plan(config: RunConfig, target: _Target, names: dict[str, str], finds_
         search = Search(planner, config, layout, workload, names)
         plan = with_advice(plan, search, requested)
         problems = fit_check.problems(plan, machine)
-        fewest = planner.plan_on_fewest_nodes(config, layout, workload) if target.nodes is None else None
+        fewest = planner.plan_on_fewest_nodes(config, layout, workload) if nodes is None else None
         failing = search
         if fewest is not None and not problems:
             problems = [
@@ -284,14 +290,14 @@ def _set_in_launch(config: RunConfig) -> set[str]:
     return {name for name in names if getattr(config.launch, name) != "auto"}
 
 
-def _names(config: RunConfig, target: _Target) -> dict[str, str]:
-    """Map launch.nodes and launch.ranks to the option or cluster key that replaces them here, if any."""
+def _names(config: RunConfig, machine: Machine, nodes: int | None, ranks_per_node: int | None) -> dict[str, str]:
+    """Map launch.nodes and launch.ranks to the option or cluster key that replaces them here, if any; for advice."""
     names = {}
-    if target.instance is not None and config.cluster is not None:
+    if machine.instance is not None and config.cluster is not None:
         cluster_keys = {"nodes": "cluster.nodes", "ranks": "cluster.ranks_per_node"}
         names = {f"launch.{name}": cluster_keys[name] for name in cluster_keys.keys() - _set_in_launch(config)}
-    if target.nodes is not None:
+    if nodes is not None:
         names["launch.nodes"] = "--nodes"
-    if target.ranks_per_node is not None:
+    if ranks_per_node is not None:
         names["launch.ranks"] = "--ranks-per-node"
     return names

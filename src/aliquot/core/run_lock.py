@@ -115,8 +115,12 @@ def beating_lock(file: Path) -> Iterator[int]:
     Raises RunDirectoryError if another process holds the lock and lives. For a process on the same machine, this is
     known at once; the file of a process on another machine is watched for WATCH_S seconds.
     """
-    content = {"machine": namespace_id("pid"), "pid": os.getpid(), "started": _start_ticks(os.getpid())}
-    content["mark"] = secrets.token_hex(8)
+    content = {
+        "machine": namespace_id("pid"),
+        "pid": os.getpid(),
+        "started": _start_ticks(os.getpid()),
+        "mark": secrets.token_hex(8),
+    }
     while (descriptor := _create(file, content)) is None:
         holder = _read(file)
         if _is_alive(file, holder):

@@ -28,14 +28,14 @@ def evaluate(
     engine: Engine,
     batches: EvalBatches,
     ranks: Ranks,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int, int, float], None],
     stop_requested: Callable[[bool], int],
 ) -> dict[str, float] | None:
     """Evaluate the model on one evaluation set. Collective.
 
     Args:
-        progress: called with the number of finished micro-batches and the total, before the first micro-batch and
-            after each micro-batch.
+        progress: called with the number of finished micro-batches, the total and the seconds since the start, before
+            the first micro-batch and after each micro-batch.
         stop_requested: called before each micro-batch, with whether it is the first; if its result is not 0, the
             evaluation is given up.
 
@@ -46,7 +46,8 @@ def evaluate(
     sums: dict[str, float] = {}
     objective, rated, ratios = batches.format.objective, list[tuple[RatedAnswers, Tensor]](), 0.0
     total = batches.count(ranks.world_size)
-    progress(0, total)
+    start_s = time.perf_counter()
+    progress(0, total, 0.0)
     for done, micro_batch in enumerate(batches.micro_batches(ranks.rank, ranks.world_size)):
         if stop_requested(done == 0):
             return None
@@ -58,7 +59,7 @@ def evaluate(
             rated.append((micro_batch.answers.select(torch.zeros(0, dtype=torch.int64)), result.cpu()))
         else:
             add_metrics(sums, (micro_batch or MicroBatch.empty()).metrics(result))
-        progress(done + 1, total)
+        progress(done + 1, total, time.perf_counter() - start_s)
     divergence = max(0.0, math.fsum(ranks.gather(ratios)) / batches.predicted)
     for answers, result in rated:
         add_metrics(sums, replace(answers, divergence=divergence).metrics(result))
@@ -131,7 +132,7 @@ class Evaluator:
         trainer.activity.enter("evaluating")
         total, done_before = sum(batches.count(ranks.world_size) for batches in self._sets.values()), 0
 
-        def progress(done: int, _: int) -> None:
+        def progress(done: int, *_: float) -> None:
             trainer.watchdog.beat()
             trainer.recorder.evaluating(done_before + done, total)
 
@@ -213,16 +214,9 @@ def evaluate_model(config: RunConfig) -> dict[str, Evaluation]:
         for name, batches in run.held_out.items():
             for line in irregularities(batches.store):
                 display.line(f"{name}: {line}" if name else line)
-        start = time.perf_counter()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal start
-            start = time.perf_counter() if done == 0 else start
-            display.evaluating(done, total, time.perf_counter() - start)
-
         results = {}
         for name, batches in run.held_out.items():
-            result = evaluate(model.engine, batches, ranks, progress, stop_requested=lambda _: 0)
+            result = evaluate(model.engine, batches, ranks, display.evaluating, stop_requested=lambda _: 0)
             assert result is not None  # because nothing stops the evaluation
             loss, perplexity, bits = (
                 result.pop("loss"),

@@ -133,10 +133,9 @@ def _export(trainer: Trainer, options: ExportOptions) -> Path:
     files = with_step(trainer.files, progress.step)
     if adapter is None:
         options = replace(options, published=model.published, exact=model.built.exact)
-        export(model.engine, model.built.tensors, target, dtype, files, trainer.ranks, options)
     else:
         options = replace(options, published=adapter.saves, stem=STEM)
-        export(model.saved, model.built.saved, target, dtype, files, trainer.ranks, options)
+    export(model.saved, model.built.saved, target, dtype, files, trainer.ranks, options)
     return target
 
 
