@@ -45,10 +45,7 @@ def command(
             if not as_json:
                 print(printable(finding.text()), flush=True)
         text = json.dumps([asdict(finding) for finding in findings], indent=1)
-        if as_json:
-            print(text)
-        else:
-            print(summary(findings))
+        print(text if as_json else summary(findings))
         if (run_directory / "config.yaml").exists():  # it is a run directory
             with writing(run_directory / "doctor.json"):
                 publish_text(run_directory / "doctor.json", text + "\n")

@@ -101,13 +101,11 @@ def _messages() -> Iterator[str]:
     cast(io.TextIOWrapper, sys.stdin).reconfigure(errors="surrogateescape")  # bytes that are not UTF-8
     if is_person:
         import readline  # noqa: F401  (lets a person edit and repeat lines)
-    while True:
-        try:
+    with suppress(EOFError, KeyboardInterrupt):
+        while True:
             yield input("> " if is_person else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            if is_person:
-                print()
-            return
+    if is_person:
+        print()
 
 
 def _answer(chat: Chat, line: str) -> None:

@@ -145,9 +145,7 @@ def parse_batches(text: str) -> list[int]:
     low, high = (int(match[1]), int(match[2] or match[1])) if match is not None else (0, 0)
     if not 1 <= low <= high:
         raise UsageError(f"--global-batch {text} is no number and no range of sequences: write 64 or 32-256")
-    sizes = [low]
-    while sizes[-1] * 2 < high:
-        sizes.append(sizes[-1] * 2)
-    sizes = list(dict.fromkeys([*sizes, high]))
+    doublings = [low << times for times in range(high.bit_length()) if low << times < high]
+    sizes = [*doublings, high]
     stride = max(1.0, (len(sizes) - 1) / (_MAX_BATCHES - 1))
     return list(dict.fromkeys(sizes[min(len(sizes) - 1, round(number * stride))] for number in range(_MAX_BATCHES)))

@@ -107,23 +107,16 @@ def progress() -> Iterator[Callable[[str], None]]:
     """
     from rich.console import Console
 
-    console, work = Console(stderr=True), ""
-    if console.is_terminal:
-        with console.status("") as status:
+    console = Console(stderr=True)
+    with console.status("") as status:
+        line = threading.Timer(_PATIENCE_S, lambda: print(f"aliquot: {status.status} ...", file=sys.stderr, flush=True))
+        line.daemon = True
+        if not console.is_terminal:
+            line.start()
+        try:
             yield status.update
-        return
-
-    def update(text: str) -> None:
-        nonlocal work
-        work = text
-
-    line = threading.Timer(_PATIENCE_S, lambda: print(f"aliquot: {work} ...", file=sys.stderr, flush=True))
-    line.daemon = True
-    line.start()
-    try:
-        yield update
-    finally:
-        line.cancel()
+        finally:
+            line.cancel()
 
 
 def show_table(

@@ -92,8 +92,6 @@ def limit_memory(size_bytes: int) -> None:
 
 def requests(connection: Connection) -> Iterator[Any]:
     """Yield the messages that a worker receives, until its parent closes the pipe or dies."""
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # OSError: the parent has died within a message
+        while True:
             yield connection.recv()
-        except (EOFError, OSError):  # OSError: the parent has died within a message
-            return

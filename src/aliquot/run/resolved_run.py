@@ -80,15 +80,14 @@ class ResolvedRun:
         They determine the order of the data, the reference of a preference loss, and the base model and the scaling of
         an adapter.
         """
-        fixed, adapter = self.batches.determinants(), self.config.adapter
+        fixed, adapter, objective = self.batches.determinants(), self.config.adapter, self.batches.format.objective
         if self.data.day is not None:
             fixed["data.chat_template_date"] = self.data.day
-        if (objective := self.batches.format.objective) is not None and objective.needs_reference:
+        if adapter is not None:
+            fixed |= {f"adapter.{key}": getattr(adapter, key) for key in ("r", "alpha", "use_rslora")}
+        if adapter is not None or (objective is not None and objective.needs_reference):
             fixed[BASE] = str(self.source.fingerprint)
-        if adapter is None:
-            return fixed
-        scaling = {f"adapter.{key}": getattr(adapter, key) for key in ("r", "alpha", "use_rslora")}
-        return fixed | scaling | {BASE: str(self.source.fingerprint)}
+        return fixed
 
 
 def read_inputs(trainer: PreparedRun, trains: bool = True) -> ResolvedRun:

@@ -233,7 +233,5 @@ class _RowEnds(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([row in self.lengths for row in range(len(self._starts))], device=input_ids.device)
 
     def _has_stop_text(self, ids: list[int]) -> bool:
-        if not self._drawing.stop:
-            return False
-        text = self._tokenizer.decode(ids)
+        text = self._tokenizer.decode(ids) if self._drawing.stop else ""
         return any(stop in text for stop in self._drawing.stop)

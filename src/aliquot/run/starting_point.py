@@ -229,9 +229,8 @@ def _resume_evaluations(trainer: PreparedRun, checkpoint: Path, state: dict[str,
     if not trainer.config.checkpoint.best or history.best_step is None:
         return history
     best = directory_of(root, history.best_step)
-    if run_on_rank_0(trainer.ranks, lambda: best in complete_directories(root)):
-        return history
-    if fetch_best(mirror, best, trainer.ranks, trainer.display.warning):
+    is_here = run_on_rank_0(trainer.ranks, lambda: best in complete_directories(root))
+    if is_here or fetch_best(mirror, best, trainer.ranks, trainer.display.warning):
         return history
     trainer.display.warning(f"the checkpoint of step {history.best_step}, which evaluated best, is missing")
     return replace(history, best_step=None)

@@ -130,12 +130,11 @@ class TrainingLoop:
 
     def _end_step(self) -> None:
         """Log, evaluate and save as the configuration says; end the run after a stop signal, or without data."""
-        reports, metrics = self._reports, self._metrics
-        self._reports, self._totals = [], StepTotals()
-        stop_signal = self._trainer.stop_poll.agree(report["stop"] for report in reports)
-        self._trainer.callbacks.call("on_step_end", metrics)
-        self._log(metrics)
-        failure = next((error_of(*report["failure"]) for report in reports if report["failure"]), None)
+        self._totals = StepTotals()
+        stop_signal = self._trainer.stop_poll.agree(report["stop"] for report in self._reports)
+        self._trainer.callbacks.call("on_step_end", self._metrics)
+        self._log()
+        failure = next((error_of(*report["failure"]) for report in self._reports if report["failure"]), None)
         if not stop_signal and failure is None:
             stop_signal = self._evaluate_after_step()
         self._save_after_step(stop_signal, failure)
@@ -262,13 +261,13 @@ class TrainingLoop:
             f" and continue with a lower one from a checkpoint before step {first}"
         )
 
-    def _log(self, metrics: dict[str, Any]) -> None:
+    def _log(self) -> None:
         trainer = self._trainer
         if trainer.ledger.mark("first step", lambda: self._engine.counters().memory()):
             trainer.ledger.publish(trainer.directory.ledger, trainer.ranks, trainer.record.as_json())
         if self.recorder.is_due(self._progress.step):
             traffic = self._engine.counters().traffic()
-            line = self.recorder.log({**metrics, **self._expert_metrics(), **traffic}, self.caller_metrics)
+            line = self.recorder.log({**self._metrics, **self._expert_metrics(), **traffic}, self.caller_metrics)
             self.caller_metrics = {}
             trainer.callbacks.call("on_log", line)
 
