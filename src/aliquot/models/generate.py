@@ -184,6 +184,7 @@ def generate(
         yield continuation(loaded.generate, loaded.tokenizer, prompt, loaded.prefix, loaded.context_length, sampling)
 
 
+@torch.no_grad()
 def continuation(
     generate: Callable[..., Tensor],
     tokenizer: Any,
@@ -216,8 +217,7 @@ def continuation(
     options = sampling.options(count if context_length is None else min(count, context_length - len(ids_of_prompt)))
     options |= ends_of_turn(tokenizer) if chat else {}
     torch.manual_seed(sampling.seed)
-    with torch.no_grad():
-        ids = generate(torch.tensor([ids_of_prompt]), **options)
+    ids = generate(torch.tensor([ids_of_prompt]), **options)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 

@@ -99,6 +99,7 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
 
 
+@torch.no_grad()
 def compute_buffers(model: nn.Module) -> None:
     """Give buffers that are on the meta device real values on the CPU, by the initialisation code of the model.
 
@@ -121,9 +122,8 @@ def compute_buffers(model: nn.Module) -> None:
         filled = {name: torch.full_like(model.get_buffer(name), filling, device="cpu") for name in computed}
         replace_tensors(model, filled)
         if hasattr(model, "_init_weights"):
-            with torch.no_grad():
-                for module in owning:
-                    initialize_module(model, module)
+            for module in owning:
+                initialize_module(model, module)
         results.append({name: model.get_buffer(name).clone() for name in computed})
     unset = [name for name in computed if not torch.equal(*(values[name] for values in results))]
     if unset:

@@ -112,19 +112,19 @@ def eager_copy(config: PretrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
+@torch.no_grad()
 def redraw(model: nn.Module) -> None:
     """Draw weights that are large enough for attention, gates and soft-caps to affect the logits.
 
     The usual initial weights are too small.
     """
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim >= 2:
-                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * noise)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.1 * noise)
 
 
 def example(model: PreTrainedModel) -> tuple[Tensor, Tensor, tuple[int, ...]]:
@@ -164,11 +164,11 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+@torch.no_grad()
 def _logits_by_document(model: PreTrainedModel) -> Tensor:
     ids, positions, edges = example(model)
     try:
-        with torch.no_grad():
-            return model_calls.logits(model, ids, positions, Documents(edges, None))
+        return model_calls.logits(model, ids, positions, Documents(edges, None))
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on token ids alone: {reason_of(error, 200)}"
@@ -185,31 +185,31 @@ def _check_keeps_weights(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} changes its weights when it is called: {changed[0]}")
 
 
+@torch.no_grad()
 def _check_causal(model: PreTrainedModel, logits: Tensor) -> None:
     ids, positions, edges = example(model)
     prefix_length = LENGTHS[0] // 2
     ids[prefix_length : LENGTHS[0]] = ids[: LENGTHS[0] - prefix_length].clone()
-    with torch.no_grad():
-        changed = model_calls.logits(model, ids, positions, Documents(edges, None))
+    changed = model_calls.logits(model, ids, positions, Documents(edges, None))
     if not agree(changed[:, :prefix_length], logits[:, :prefix_length]):
         raise UnsupportedModelError(
             f"{type(model).__name__} sees tokens that follow: there is nothing to predict. Not a causal language model"
         )
 
 
+@torch.no_grad()
 def _decoded(model: PreTrainedModel, embed: bool = False) -> Tensor | None:
     """Return the decoder's output for the example row; None if the decoder cannot be called.
 
     With `embed`, the decoder gets the embeddings of the token ids instead of the ids.
     """
     ids, positions, edges = example(model)
-    with torch.no_grad():
-        tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
-        try:
-            return model_calls.hidden_states(model, tokens, positions, Documents(edges, None))
-        # Models raise various errors here; training then computes the loss from the logits of the whole model.
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            return None
+    tokens = F.embedding(ids, model.get_input_embeddings().weight) if embed else ids
+    try:
+        return model_calls.hidden_states(model, tokens, positions, Documents(edges, None))
+    # Models raise various errors here; training then computes the loss from the logits of the whole model.
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _plain_head(model: PreTrainedModel, logits: Tensor, hidden: Tensor | None) -> bool:
@@ -229,6 +229,7 @@ def _looks_up(model: PreTrainedModel, from_ids: Tensor | None) -> bool:
     return is_plain and from_ids is not None and from_embeddings is not None and agree(from_embeddings, from_ids)
 
 
+@torch.no_grad()
 def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tensor) -> str | None:
     if not model_calls.accepts(model, "position_ids"):
         return "it takes no positions"
@@ -236,11 +237,10 @@ def _why_unpacked(config: PretrainedConfig, model: PreTrainedModel, logits: Tens
         packed = built(narrow(config), IMPLEMENTATION)
         packed.load_state_dict(model.state_dict())
         ids, positions, edges = example(model)
-        with torch.no_grad():
-            packed.train()  # in training mode some models ask for attention dropout, which raises an error
-            model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
-            packed.eval()
-            row = model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+        packed.train()  # in training mode some models ask for attention dropout, which raises an error
+        model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
+        packed.eval()
+        row = model_calls.logits(packed, ids, positions, Documents(edges, ReferenceAttention()))
     except UnsupportedModelError as error:
         return str(error)
     except Exception as error:
