@@ -100,16 +100,13 @@ def export(
         for name, data in config_files.items():
             write_file(partial / name, _with_dtype(data, dtype) if name == "config.json" else data)
 
-    def write(partial: Path) -> Any:
-        drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch)
-
     run_on_rank_0(ranks, make_way)
     keep_former = options.keep_former if options.replace else None
     publish_together(
         out_dir,
         ranks,
         prepare,
-        write,
+        write=lambda partial: drain(store, {"weight": layout.byte_map(partial).entries}, watch=options.watch),
         finish=lambda _, combined: options.check(combined),
         combine=lambda _: options.combine(),
         keep_former=keep_former,
@@ -148,9 +145,11 @@ def export_checkpoint(
         exported = [name for name in manifest.files if not name.startswith("exp_avg")]
         run_on_rank_0(ranks, lambda: verify_descriptions(checkpoint_dir, manifest, exported))
     source = ByteMap.from_directory(checkpoint_dir)
-    files = options.config_files
-    if files is None:
-        files = {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+    files = (
+        {name: read_small(checkpoint_dir / name) for name in manifest.config_files}
+        if options.config_files is None
+        else options.config_files
+    )
     tensors = names_in_file_order(source)
     checksums = BlockChecksums()
 

@@ -175,14 +175,12 @@ def _replayable(
     reasons: dict[str, str] = {}
     for target, fill in recorder.written:
         name = name_of_storage.get(_storage(target))
-        if name is None:
-            continue
-        if isinstance(fill, str):
+        if name is not None and isinstance(fill, str):
             reasons[name] = fill
-            continue
-        if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, parameters[name].numel()):
-            fills[name].clear()
-        fills[name].append(fill)
+        elif name is not None and isinstance(fill, Fill):
+            if fill.operation in OVERWRITING and (fill.start, fill.stop) == (0, parameters[name].numel()):
+                fills[name].clear()
+            fills[name].append(fill)
     return fills, reasons
 
 

@@ -124,17 +124,16 @@ def _refuse_absurd_counts(values: dict[str, Any], where: str) -> None:
                 raise ModelFilesError(f"{path} is {count}: no model has more than {limit} {unit}", where)
 
 
-def _integers(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
+def _integers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
     """Yield all integers with the paths of their keys, also from lists such as GPT-Neo's [kinds of layers, count]."""
-    waiting: list[tuple[str, Any]] = list(values.items())
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, int):
-            yield path, value
-        elif isinstance(value, list):
-            waiting += [(path, item) for item in value]
-        elif isinstance(value, dict):
-            waiting += [(f"{path}.{key}", item) for key, item in value.items()]
+    if isinstance(value, int):
+        yield path, value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _integers(item, path)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _integers(item, f"{path}.{key}".removeprefix("."))
 
 
 def _refuse_empty_window(config: PretrainedConfig, where: str) -> None:
