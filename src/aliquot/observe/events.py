@@ -88,6 +88,5 @@ class Events:
 def command_line(argv: list[str] | None = None) -> str:
     """Return the shell command that started this run. A rank has the same arguments as its launcher."""
     program, *arguments = sys.argv if argv is None else argv
-    if Path(program).name in ("aliquot", "__main__.py"):
-        return shlex.join(["aliquot", *arguments])
-    return shlex.join(["python", program, *arguments])
+    is_command = Path(program).name in ("aliquot", "__main__.py")
+    return shlex.join([*(["aliquot"] if is_command else ["python", program]), *arguments])

@@ -131,10 +131,8 @@ def _table(rows: Sequence[Row], memory: str) -> Table:
     result.add_column("phase")
     for column in ("planned", "peak", *categories):
         result.add_column(column, justify="right", no_wrap=True)
-    for phase in PHASES:
+    for phase in sorted({row["phase"] for row in rows}, key=PHASES.index):
         phase_rows = [row for row in rows if row["phase"] == phase]
-        if not phase_rows:
-            continue
         peak, planned = max(row["peak_bytes"] for row in phase_rows), phase_rows[0].get("planned_bytes")
         accounted = [max(row["accounted_bytes"].get(category, 0) for row in phase_rows) for category in categories]
         sizes = [f"{size / divisor:{form}}" if size is not None else "" for size in (planned, peak, *accounted)]

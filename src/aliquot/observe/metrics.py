@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIServer
 
 from aliquot.config.schema import ObserveSection
 from aliquot.core.decode import read_json_lines
-from aliquot.core.errors import LaunchError, StorageError, writing
+from aliquot.core.errors import LaunchError, writing
 from aliquot.core.small_files import flush_to_disk, open_unlinked, publish_bytes
 from aliquot.observe.dashboards import Dashboard
 from aliquot.observe.kubeflow import KubeflowStatus
@@ -193,18 +193,6 @@ def writers(
             for service in dict.fromkeys(report_to)
         ),
     ]
-
-
-def call_all(calls: Sequence[Callable[[], None]]) -> None:
-    """Make every call, even after a call has raised a StorageError. Then raise the first StorageError."""
-    failures = []
-    for call in calls:
-        try:
-            call()
-        except StorageError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def last_point(path: Path, name: str, until: float = math.inf) -> tuple[int, float | None]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +18,7 @@ from aliquot.machine.memory import Gpu, PssSampler
 from aliquot.observe.console import Display
 from aliquot.observe.events import Events, RunRecord, command_line
 from aliquot.observe.kubeflow import KubeflowStatus, kubeflow_status
-from aliquot.observe.metrics import Exporter, Writer, call_all, writers
+from aliquot.observe.metrics import Exporter, Writer, writers
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
 from aliquot.observe.step_clock import OWN_WORK, PARTS, Profile, SlowRanks, StepClock
@@ -111,9 +110,10 @@ class Recorder:
     ) -> None:
         try:
             # A full disk does not hide the error that ended the run.
-            with self._tolerating_full_disk() if error is None else suppress(StorageError):
-                # Write the last event before the end of the dashboards, which read it.
-                call_all([partial(self._write_end, error), *(writer.close for writer in self._writers)])
+            with self._tolerating_full_disk() if error is None else suppress(StorageError), ExitStack() as stack:
+                for writer in self._writers:
+                    stack.callback(writer.close)
+                stack.callback(self._write_end, error)  # called first, because dashboards read the last event
         finally:
             self._events.close()
             if self._ranks.rank == 0 and self._run.directory.lock.why_lost() is None:
@@ -209,9 +209,8 @@ class Recorder:
             **({} if self._clock.reduce_known else {"reduce_s": None}),
             "own_work_s": [sum(rank["parts"][part] for part in OWN_WORK) for rank in reports],
             "memory_bytes": [rank["memory"] for rank in reports],
+            **({} if self._run.gpu is None else {"gpu_memory_bytes": [rank["gpu_memory"] for rank in reports]}),
         }
-        if self._run.gpu is not None:
-            line["gpu_memory_bytes"] = [rank["gpu_memory"] for rank in reports]
         self._write_metrics(line)
         self._display.step({**line, "evaluation": self._evaluation, "caller": caller}, self._total)  # for the live view
         return line
@@ -294,8 +293,10 @@ class Recorder:
                 self._display.warning(f"{loss}: {error}")
 
     def _write_metrics(self, line: Mapping[str, Any]) -> None:
-        with self._tolerating_full_disk():
-            call_all([partial(writer.write, line) for writer in self._writers])
+        # Every writer gets the line, even after an error of another one.
+        with self._tolerating_full_disk(), ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.write, line)
 
     def _write_report(self) -> None:
         try:

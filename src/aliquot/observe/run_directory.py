@@ -125,9 +125,7 @@ class RunDirectory:
         with suppress(OSError, ValueError):
             if read_small_file(self.path / "config.yaml", links="none").decode().startswith(HEADER):
                 return True
-        with suppress(OSError):
-            return bool(complete_directories(self.checkpoints))
-        return False
+        return bool(complete_directories(self.checkpoints))
 
     def check_publish(self) -> None:
         """Check that this process may still write. Call on rank 0 before a save or export begins and is published.

@@ -95,12 +95,8 @@ def summary(
     steps, training_s = f"step {done:,.0f} of {run_facts.total_steps(run) or 0:,.0f}", run.training_s(now)
     planned = number(run.plan.get("peak_bytes_per_rank"))
     peak = gib(top_bytes(run) or 0.0)
-    command = "chat" if is_chat else "generate --prompt TEXT"
-    following = ""
-    if exported is not None:
-        following = f"aliquot {command} {quote(str(exported))}"
-    elif saved:
-        following = f"aliquot export {quote(str(saved[-1]))} {quote(str(directory.export))}"
+    use = f"aliquot {'chat' if is_chat else 'generate --prompt TEXT'} {quote(str(exported))}"
+    export = f"aliquot export {quote(str(saved[-1]))} {quote(str(directory.export))}" if saved else ""
     lines = [
         ("finished", f"{steps}{in_epochs}, in {duration(training_s)}"),
         ("training loss", run_facts.change(run.points("loss"))),
@@ -112,7 +108,7 @@ def summary(
         ("report", str(directory.report)),
         ("model", str(exported or "")),
         ("checkpoint", str(saved[-1]) if saved and exported is None else ""),
-        ("next", following),
+        ("next", export if exported is None else use),
     ]
     return [(label, text) for label, text in lines if text]
 

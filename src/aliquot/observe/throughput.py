@@ -173,18 +173,17 @@ class InterfaceTraffic:
 
     def readings(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the metric `interface_bytes`: bytes since the start, for each interface with traffic."""
-        moved = {}
-        for name, now in _interfaces().items():
-            received, sent = (after - before for after, before in zip(now, self._start.get(name, (0, 0)), strict=True))
-            if received or sent:
-                moved[name] = {"received": received, "sent": sent}
-        return {"interface_bytes": moved}
+        moved = {
+            name: {direction: count - self._start.get(name, {}).get(direction, 0) for direction, count in now.items()}
+            for name, now in _interfaces().items()
+        }
+        return {"interface_bytes": {name: counts for name, counts in moved.items() if any(counts.values())}}
 
 
-def _interfaces() -> dict[str, tuple[int, int]]:
+def _interfaces() -> dict[str, dict[str, int]]:
     """Return the bytes received and sent by each interface since it was created."""
     try:
         counters = psutil.net_io_counters(pernic=True, nowrap=False)
     except FileNotFoundError:  # a sandbox may lack /proc/net
         return {}
-    return {name: (counted.bytes_recv, counted.bytes_sent) for name, counted in counters.items()}
+    return {name: {"received": now.bytes_recv, "sent": now.bytes_sent} for name, now in counters.items()}

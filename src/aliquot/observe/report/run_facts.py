@@ -206,10 +206,8 @@ def history(run: Run) -> list[tuple[str, str, str]]:
     began = next((at for event in run.events if (at := number(event.get("time"))) is not None), None)
     words = {"start": "started", "resume": "resumed", "end": "complete"}
     entries = []
-    for event in run.events:
+    for event in (event for event in run.events if event.get("event") != "checkpoint"):
         kind = str(event.get("event"))
-        if kind == "checkpoint":
-            continue
         at, step = number(event.get("time")), number(event.get("step"))
         when = f"+ {duration(at - began)}" if at is not None and began is not None else ""
         origins = {
