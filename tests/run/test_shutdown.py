@@ -16,7 +16,7 @@ import pytest
 
 from aliquot.core.errors import TrainingError
 from aliquot.distributed.rank_errors import ERROR_LOG
-from aliquot.run.shutdown import _POLICIES, Phase, Shutdown
+from aliquot.run.shutdown import Shutdown
 from tests.tools import warm
 
 RANK = """
@@ -60,10 +60,6 @@ def started(grace_s: float, how: str, program: str = RANK) -> Iterator[subproces
             yield process
         finally:
             process.kill()  # one that has not obeyed
-
-
-def test_every_phase_has_a_policy() -> None:
-    assert set(_POLICIES) == set(Phase)
 
 
 def wait_for(process: subprocess.Popen[str], number: signal.Signals) -> None:

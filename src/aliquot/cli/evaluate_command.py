@@ -79,10 +79,12 @@ def command(
         if tasks is not None:
             if data is not None or overrides or sequence_length is not None or ranks is not None:
                 raise UsageError("--tasks runs benchmarks: leave out DATA, overrides, --sequence-length and --ranks")
-            from aliquot.run.benchmark_tasks import TaskOptions, evaluate_tasks, results_table
+            from aliquot.run.benchmark_tasks import evaluate_tasks, results_table
 
-            task_options = TaskOptions(include_path, num_fewshot, limit, batch_size or "1", apply_chat_template)
-            benchmarks = evaluate_tasks(model, tasks.split(","), task_options, base)
+            benchmarks = evaluate_tasks(
+                model, tasks.split(","), base, include_path, batch_size or "1", apply_chat_template,
+                num_fewshot=num_fewshot, limit=limit,
+            )  # fmt: skip
             print(json.dumps(benchmarks) if as_json else results_table(benchmarks))
             return
         if data is None:

@@ -127,10 +127,9 @@ def _refresh() -> None:
 
     with progress() as update:
         refreshed = refresh(update)
-    path = refreshed_path()
     print(
-        f"stored {len(refreshed.types)} types with prices of {refreshed.source} in {path}; without this file, aliquot"
-        " uses the shipped catalogue",
+        f"stored {len(refreshed.types)} types with prices of {refreshed.source} in {refreshed_path()}; without this"
+        " file, aliquot uses the shipped catalogue",
         file=sys.stderr,
     )
 
@@ -178,9 +177,9 @@ def _fitting(types: Sequence[InstanceType], file: Path, nodes: int | None) -> di
             # type whose number of ranks contradicts the batch of a DeepSpeed JSON.
             except (DeviceError, EngineError, InstanceError, DeepspeedConfigError) as error:
                 errors.append(error)
-                continue
-            if plan.fits and fewest.fits:
-                plans[item.name] = plan
+            else:
+                if plan.fits and fewest.fits:
+                    plans[item.name] = plan
     if errors and len(errors) == len(types):
         raise errors[0]
     return plans
@@ -231,8 +230,9 @@ def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) ->
         "USD/h GiB": column(lambda i: "?" if i.usd_per_hour is None else f"{i.usd_per_hour / pod_gib(i):.4f}"),
     }
     if any(item.spot_usd_per_hour is not None for item in types):
-        spot = [item.spot_usd_per_hour for item in types]
-        columns["USD/h spot"] = ["?" if usd is None else f"{usd:,.3f}" for usd in spot]
+        columns["USD/h spot"] = column(
+            lambda item: "?" if item.spot_usd_per_hour is None else f"{item.spot_usd_per_hour:,.3f}"
+        )
     if plans is not None:
         costs = [plans[item.name].usd_per_billion_tokens for item in types]
         columns["tokens/s"] = column(lambda item: f"{plans[item.name].tokens_per_s:,.0f}")

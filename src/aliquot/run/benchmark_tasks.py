@@ -7,7 +7,6 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,14 @@ from aliquot.observe.metrics import finite
 _RESULTS = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better")
 
 
-@dataclass(frozen=True)
-class TaskOptions:
-    """How the harness runs its tasks, by the names of its own options."""
-
-    include_path: Path | None = None  # a directory with YAML files of further tasks
-    num_fewshot: int | None = None  # None: the number that each task sets
-    limit: int | None = None  # examples of each task; None: all
-    batch_size: str = "1"  # a number, or "auto" for the largest batch that fits
-    apply_chat_template: bool = False
-
-
 def evaluate_tasks(
-    model: str, tasks: Sequence[str], options: TaskOptions = TaskOptions(), base: str | None = None
+    model: str,
+    tasks: Sequence[str],
+    base: str | None,
+    include_path: Path | None,
+    batch_size: str,
+    apply_chat_template: bool,
+    **options: int | None,
 ) -> dict[str, Any]:
     """Run `tasks` in this process, on a GPU if there is one, and return the results by the names of the harness.
 
@@ -40,6 +34,10 @@ def evaluate_tasks(
         model: the directory of a model or an adapter, or a hub id.
         tasks: names or patterns of tasks, groups and tags.
         base: the base model of an adapter, if the base model has moved.
+        include_path: a directory with YAML files of further tasks.
+        batch_size: a number, or "auto" for the largest batch that fits.
+        options: of the harness: `num_fewshot`, by default the number that each task sets; `limit`, the number of
+            examples of each task, by default all.
 
     Raises:
         UserError: for example, lm-eval is not installed, a task is unknown, or its data cannot be downloaded.
@@ -52,15 +50,15 @@ def evaluate_tasks(
         raise MissingToolError("--tasks needs lm-evaluation-harness: pip install 'aliquot[eval]'") from error
     if "RANK" in os.environ:
         raise UsageError("--tasks runs in one process: start the command without torchrun")
-    if options.include_path is not None and not options.include_path.is_dir():
-        raise UsageError("--include-path: no such directory", options.include_path)
-    if not re.fullmatch(r"auto(:\d+)?|[1-9]\d*", options.batch_size):
-        raise UsageError(f"--batch-size is {options.batch_size!r}: give a number, or auto")
+    if include_path is not None and not include_path.is_dir():
+        raise UsageError("--include-path: no such directory", include_path)
+    if not re.fullmatch(r"auto(:\d+)?|[1-9]\d*", batch_size):
+        raise UsageError(f"--batch-size is {batch_size!r}: give a number, or auto")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    manager = TaskManager(include_path=None if options.include_path is None else str(options.include_path))
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
     loaded_tasks = [task for name in _names(manager, tasks) for task in _load_task(manager, name)]
     loaded = load(local_directory(model), base)
-    if options.apply_chat_template and not loaded.tokenizer.chat_template:
+    if apply_chat_template and not loaded.tokenizer.chat_template:
         raise UsageError("--apply-chat-template: the tokenizer has no chat template: leave the option out")
     try:
         results = simple_evaluate(
@@ -68,14 +66,13 @@ def evaluate_tasks(
                 pretrained=loaded.model,
                 tokenizer=loaded.tokenizer,
                 add_bos_token=None if loaded.prefix is None else bool(loaded.prefix),
-                batch_size=options.batch_size,
+                batch_size=batch_size,
             ),
             tasks=loaded_tasks,
             task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            apply_chat_template=options.apply_chat_template,
+            apply_chat_template=apply_chat_template,
             log_samples=False,
+            **options,
         )
     except ValueError as error:  # for example, a task that executes code of the model, or few-shot without examples
         raise UsageError(f"--tasks: lm-eval cannot run these tasks: {reason_of(error).rstrip('.')}") from error

@@ -97,7 +97,6 @@ class Evaluator:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._engine = trainer.model.engine
         self._sets = trainer.held_out
         self.metrics: Mapping[str, Any] = {}
 
@@ -118,7 +117,7 @@ class Evaluator:
         trainer.activity.enter("compiling the evaluation")
         for batches in self._sets.values():
             for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
-                self._engine.evaluate(micro_batch)
+                trainer.model.engine.evaluate(micro_batch)
             self._trainer.watchdog.beat()
 
     def evaluate(self) -> int:
@@ -138,7 +137,7 @@ class Evaluator:
 
         results = {}
         for name, batches in self._sets.items():
-            result = evaluate(self._engine, batches, ranks, progress, trainer.stop_poll)
+            result = evaluate(trainer.model.engine, batches, ranks, progress, trainer.stop_poll)
             if result is None:
                 return trainer.stop_poll.now()
             results[name] = result

@@ -14,8 +14,8 @@ After the first signal, the run finishes the current work, saves, and gives up t
 | DONE        | nothing: ends at once           | is exported     | the sample              | 128 + signal |
 
 When `checkpoint.grace_s` have passed since the first signal, the process ends in any case: with code 1 if work is lost,
-otherwise with 128 + signal. A second signal ends the process at once with 128 + signal. `_POLICIES` has the messages
-for the user.
+otherwise with 128 + signal. A second signal ends the process at once with 128 + signal. `_AT_ONCE` and `_IF_CUT` have
+the messages for the user.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from types import FrameType
@@ -56,25 +55,18 @@ class Phase(Enum):
     DONE = auto()  # the export is complete; the sample remains
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The outcome of a stop signal in one phase, as the end of a message for the user."""
-
-    at_once: str | None  # if the first signal ends the process at once; None if the run first saves
-    if_cut: str | None  # if the grace period ends or a second signal arrives; None if work is then lost
-
-
 _IS_SAVED = "after step {step}, which is saved{mirror}: start again to continue"
 IS_EXPORTED = "after step {step}, the last, which is exported"
-_POLICIES = {
-    Phase.SETUP: Policy("before the first step was done: nothing is lost", None),
-    Phase.STEPS: Policy(None, None),
-    Phase.COPYING: Policy(None, _IS_SAVED),
-    Phase.EXPORT: Policy("after step {step}, the last, which is saved: start again for the rest", _IS_SAVED),
-    Phase.SOLE_EXPORT: Policy(None, None),
-    Phase.UNSAVED: Policy("after step {step}, the last, which could not be saved", None),
-    Phase.DONE: Policy(IS_EXPORTED, IS_EXPORTED),
+# The outcome of a stop signal, as the end of a message for the user, in the phases in which the first signal ends the
+# process at once; in other phases, the run first saves.
+_AT_ONCE = {
+    Phase.SETUP: "before the first step was done: nothing is lost",
+    Phase.EXPORT: "after step {step}, the last, which is saved: start again for the rest",
+    Phase.UNSAVED: "after step {step}, the last, which could not be saved",
+    Phase.DONE: IS_EXPORTED,
 }
+# The outcome if the grace period ends or a second signal arrives; in other phases, work is then lost.
+_IF_CUT = {Phase.COPYING: _IS_SAVED, Phase.EXPORT: _IS_SAVED, Phase.DONE: IS_EXPORTED}
 
 
 def saved_outcome(progress: TrainingProgress, obstacle: str = "it could not be saved") -> str:
@@ -170,7 +162,7 @@ class Shutdown:
         if number not in self._former:
             return
         phase, step = self._state
-        if (at_once := _POLICIES[phase].at_once) is not None:
+        if (at_once := _AT_ONCE.get(phase)) is not None:
             self._is_ending = True
             error = Terminated(number, at_once.format(step=step))
             bounded_call(self._restore_terminal)
@@ -210,7 +202,7 @@ class Shutdown:
     def _outcome(self) -> str | None:
         """The outcome if the process ends now; None if work is lost."""
         phase, step = self._state
-        if_cut = _POLICIES[phase].if_cut
+        if_cut = _IF_CUT.get(phase)
         return if_cut and if_cut.format(step=step, mirror=self._mirror)
 
     def __enter__(self) -> Self:
