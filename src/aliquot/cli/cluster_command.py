@@ -99,9 +99,8 @@ def check(
         from aliquot.cluster.manifests import is_manifest, read_manifests
         from aliquot.cluster.render import parsed
 
-        extra_crds = [schema for folder in crds or [] for schema in read_crds(folder)]
-        if live and not crds:
-            extra_crds = crds_of_cluster()
+        given_crds = [schema for folder in crds or [] for schema in read_crds(folder)]
+        extra_crds = crds_of_cluster() if live and not crds else given_crds
         if is_manifest(path):
             manifests, job = read_manifests(path), None
             findings = check_manifests(manifests, crds=extra_crds)

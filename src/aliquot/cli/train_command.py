@@ -71,9 +71,9 @@ def command(
     restart_with_allocator()
     from aliquot.run.trainer import train
 
+    @locate_errors(locations)
     def rank() -> None:
-        with locate_errors(locations):
-            train(settings, force)
+        train(settings, force)
 
     run_rank(rank, debug)
 

@@ -57,6 +57,7 @@ class UserError(Exception):
     Args:
         message: what is wrong and what to do.
         where: a file, or file:line, put in front of the message.
+        problems: all messages of an error about several problems; the user sees one line for each.
     """
 
     id: ClassVar[str] = "input"
@@ -65,8 +66,9 @@ class UserError(Exception):
     def __init_subclass__(cls, id: str) -> None:
         cls.id = id
 
-    def __init__(self, message: str, where: str | Path | None = None) -> None:
+    def __init__(self, message: str, where: str | Path | None = None, problems: Sequence[str] = ()) -> None:
         super().__init__(f"{one_line(where)}: {message}" if where is not None else message)
+        self._problems = problems
 
     @property
     def line(self) -> str:
@@ -76,7 +78,7 @@ class UserError(Exception):
     @property
     def lines(self) -> list[str]:
         """`line`, or one such line for each problem of an error that has several."""
-        return [self.line]
+        return [self._shown(problem) for problem in self._problems] or [self.line]
 
     def _shown(self, text: str) -> str:
         first = text.strip().partition("\n")[0]
@@ -84,19 +86,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError, id="config"):
-    """A run configuration, or an override, is wrong.
-
-    Args:
-        problems: all messages of a configuration with several problems; the user sees one line for each.
-    """
-
-    def __init__(self, message: str, where: str | Path | None = None, problems: Sequence[str] = ()) -> None:
-        super().__init__(message, where)
-        self._problems = problems
-
-    @property
-    def lines(self) -> list[str]:
-        return [self._shown(problem) for problem in self._problems] or [self.line]
+    """A run configuration, or an override, is wrong."""
 
 
 class DeepspeedConfigError(UserError, id="deepspeed-config"):

@@ -60,9 +60,7 @@ def build_model(trainer: PreparedRun) -> Model:
         )
     engine_name, engine_type = engine_class(config, topology, built.numel, None if plan is None else plan.engine)
     clock = StepClock(lambda: engine.counters().inside_s(), cuda_mark if topology.device == "cuda" else HostMark)
-    allocator_cache = None
-    if plan is not None and plan.scratch_bytes_per_node:
-        allocator_cache = FreeMemoryLimit(plan.allocator_cache_bytes)
+    allocator_cache = FreeMemoryLimit(plan.allocator_cache_bytes) if plan and plan.scratch_bytes_per_node else None
 
     def end_phase(name: str) -> None:
         if allocator_cache is not None:

@@ -97,7 +97,6 @@ class Evaluator:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._sets = trainer.held_out
         self.metrics: Mapping[str, Any] = {}
 
     @property
@@ -111,11 +110,11 @@ class Evaluator:
     def compile(self) -> None:
         """With train.compile, compile the evaluation for every length of packed sequences."""
         trainer, ranks = self._trainer, self._trainer.ranks
-        if trainer.config.train.compile != "layers" or not self._sets:
+        if trainer.config.train.compile != "layers" or not trainer.held_out:
             return
         trainer.display.line("compiling the evaluation before the second step")
         trainer.activity.enter("compiling the evaluation")
-        for batches in self._sets.values():
+        for batches in trainer.held_out.values():
             for micro_batch in batches.first_and_last(ranks.rank, ranks.world_size):
                 trainer.model.engine.evaluate(micro_batch)
             self._trainer.watchdog.beat()
@@ -126,17 +125,17 @@ class Evaluator:
         Returns the stop signal for which the evaluation was given up, or 0. `metrics` holds the metrics.
         """
         trainer, ranks = self._trainer, self._trainer.ranks
-        if not self._sets:
+        if not trainer.held_out:
             return 0
         trainer.activity.enter("evaluating")
-        total, done_before = sum(batches.count(ranks.world_size) for batches in self._sets.values()), 0
+        total, done_before = sum(batches.count(ranks.world_size) for batches in trainer.held_out.values()), 0
 
         def progress(done: int, *_: float) -> None:
             trainer.watchdog.beat()
             trainer.recorder.evaluating(done_before + done, total)
 
         results = {}
-        for name, batches in self._sets.items():
+        for name, batches in trainer.held_out.items():
             result = evaluate(trainer.model.engine, batches, ranks, progress, trainer.stop_poll)
             if result is None:
                 return trainer.stop_poll.now()

@@ -130,7 +130,7 @@ class Shutdown:
         }
         self._listener = SignalListener(self._handle)
         for number in self._former:
-            signal.signal(number, _do_nothing)
+            signal.signal(number, lambda *_: None)  # the listener's thread does the work
 
     @property
     def phase(self) -> Phase:
@@ -224,10 +224,6 @@ class Shutdown:
             for stop_signal, former in self._former.items():
                 signal.signal(stop_signal, former)
             signal.raise_signal(number)
-
-
-def _do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal in the main thread: the listener's thread does the work."""
 
 
 class StopPoll:
