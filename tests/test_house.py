@@ -18,9 +18,9 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 # prompts, references), of slow hubs, of GPUs by stand-ins, of damaged files and caches, of records of other trainers,
 # of lost consoles, of data show, of played-back values, of stops within a step, of settings that are `auto`, of
 # `aliquot init` and `aliquot schema`, of offers of one training, and of copied layers and compressed bases.
-# src began at 31,660. What was removed has paid for aliquot.Trainer with its losses and samples (690), frozen bases of 4
-# or 8 bits on one host or several (290), layers that a GPU copies for each use (181), adapters of experts (129), experts
-# in MXFP4 (51), limits for a slow hub (21), and samples within the memory of the plan (20).
+# src began at 31,660. What was removed has paid for aliquot.Trainer with its losses and samples (690), frozen bases of
+# 4 or 8 bits on one host or several (290), layers that a GPU copies for each use (181), adapters of experts (129),
+# experts in MXFP4 (51), limits for a slow hub (21), and samples within the memory of the plan (20).
 BUDGET = {"src": 31_641, "tests": 26_939}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
