@@ -371,6 +371,10 @@ SITUATIONS: dict[str, tuple[str | None, Callable[[], Job], Callable[[Documents],
     "fewer GPUs than planned": ("gpu-unused", eight_gpus, lambda d: both(d, "nvidia.com/gpu", "4")),
     "a quarter of the CPUs": ("threads", cpu_job, lambda d: both(d, "cpu", "16")),
     "less disk than planned": ("resource-amount", disk_job, lambda d: both(d, "ephemeral-storage", "8Gi")),
+    "a role of another name": ("rendered-field", cpu_job, lambda d: node_class(d).update(role="trainning")),
+    "subnets of another tag": ("rendered-field", cpu_job, lambda d: node_class(d).update(
+        subnetSelectorTerms=[{"tags": {"karpenter.sh/discovery": "trainning"}}])),
+    "another mount name": ("rendered-field", cpu_job, lambda d: attributes(d, mountname="fsx1")),
     "no /tmp": ("scratch", cpu_job, lambda d: pod(d)["containers"][0]["volumeMounts"].remove(mount(d, "tmp"))),
     "a /tmp that is read-only": ("scratch", cpu_job, lambda d: mount(d, "tmp").update(readOnly=True)),
     "a disk for states of another path": ("scratch", disk_job, lambda d: mount(d, "offload").update(

@@ -89,7 +89,7 @@ def test_hints_do_not_shadow_keys_of_aliquot() -> None:
         ("train.push_to_hub=true", "; `aliquot export CHECKPOINT OUT --push-to-hub REPOSITORY` uploads a model"),
         (
             "train.max_prompt_length=5",
-            "is cut into pieces, none of which is lost; a pair of answers, or a rated answer, is left out",
+            "is cut into pieces; a pair of answers, or a rated answer, is left out",
         ),
         ("checkpoint.interval=5", "; write checkpoint.every"),
         ("train.seed=5", "; write run.seed"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from aliquot.cluster.capacity import shown
 from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
@@ -80,6 +81,12 @@ _AMOUNTS = {
     EFA: ("fabric", Fraction(1)),
 }
 _FREE_VARIABLES = "NCCL_(DEBUG.*|SOCKET_IFNAME|NET)|FI_PROVIDER|PYTHON.*"  # checked elsewhere, or a matter of taste
+# Fields of objects beside the job that decide which nodes, networks and file systems the pods get.
+_RENDERED_FIELDS = {
+    "EC2NodeClass": ("role", "subnetSelectorTerms", "securityGroupSelectorTerms"),
+    "NodePool": ("template/spec/requirements",),
+    "PersistentVolume": ("csi",),
+}
 _NAMED_KINDS = ("ServiceAccount", "PriorityClass", "LocalQueue")
 
 
@@ -285,6 +292,17 @@ def _absent(
                 f"{item.kind}/{item.name} is rendered for this job, and not among the manifests",
                 "its file, also in kustomization.yaml",
             )
+    for item in select_kinds(rendered, *_RENDERED_FIELDS):
+        for edited in (other for other in select_kinds(manifests, item.kind) if other.name == item.name):
+            for path in _RENDERED_FIELDS[item.kind]:
+                actual, planned = (dig(manifest.get("spec"), *path.split("/")) for manifest in (edited, item))
+                if actual != planned:
+                    yield finding(
+                        "rendered-field",
+                        edited,
+                        f"spec/{path} has {_difference(actual, planned)}; rendered: {_difference(planned, actual)}",
+                        "the rendered value, or change the section `cluster` of the config and render again",
+                    )
     names = dict.fromkeys(references(view))
     for kind, name in references(twin):
         if (kind, name) not in present | names.keys() and kind in ("PersistentVolumeClaim", *_NAMED_KINDS):
@@ -296,3 +314,12 @@ def _absent(
                 f"{name}, or change the run's config",
                 "warning",
             )
+
+
+def _difference(value: Any, other: Any) -> Any:
+    """Return the parts of a value, a list or a mapping, that `other` does not have."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return {key: _difference(item, other.get(key)) for key, item in value.items() if item != other.get(key)}
+    if isinstance(value, list) and isinstance(other, list):
+        return [item for item in value if item not in other]
+    return value

@@ -92,6 +92,7 @@ RULES: dict[str, Rule] = {
     "scratch": Rule(
         "error", "the root file system of the trainer is read-only, and what it writes must fit its volumes"
     ),
+    "rendered-field": Rule("warning", "the pods get other nodes, networks or files than the config says"),
     "environment": Rule("warning", "the trainer takes its directories, network and keys from these variables"),
     "shm-limit": Rule("error", "/dev/shm in memory counts against the pod's limit"),
     "grace": Rule("error", "the kubelet kills before the checkpoint is written"),

@@ -151,7 +151,7 @@ class ClusterSection(SectionWithNodes):
     """reserved: nodes of capacity_reservation, as p5 and p6 types are usually had."""
     capacity_reservation: Annotated[str, Field(pattern=r"^cr-[0-9a-z]+$")] | None = None
     """Id of an On-Demand Capacity Reservation or of a Capacity Block for ML."""
-    zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = None
+    zone: Annotated[str, Field(pattern=r"^[a-z0-9-]+-[0-9]+[a-z]$", max_length=63)] | None = None
     """Zone of all nodes, which must be the zone of FSx. Default: any single zone."""
     placement_group: Annotated[str, Field(pattern=r"^\S+$", max_length=255)] | None = None
     """Name or id (pg-...) of a placement group, in which a connection between two nodes has 10 Gbit/s instead of 5."""

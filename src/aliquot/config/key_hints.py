@@ -164,7 +164,7 @@ _UNSUPPORTED = {
     "prediction_loss_only include_for_metrics label_names do_predict predict_with_generate compute_metrics",
     "the loss is cross-entropy, a mean over all real tokens of the global batch":
     "average_tokens_across_devices",
-    "a text or chat longer than data.sequence_length is cut into pieces, none of which is lost; a pair of answers, or a"
+    "a text or chat longer than data.sequence_length is cut into pieces; a pair of answers, or a"
     " rated answer, is left out":
     "truncation_mode max_prompt_length max_completion_length",
     "all documents are read; name fewer files in data.path":
@@ -177,7 +177,7 @@ _UNSUPPORTED = {
     " remove_unused_columns accelerator_config",
     "a resumed run continues with the next batch, and random draws need no state":
     "ignore_data_skip restore_callback_states_from_checkpoint",
-    "every run is deterministic":
+    "on CPUs every run is deterministic, on GPUs up to the order of attention's atomic additions":
     "full_determinism deterministic",
     "the optimizer is AdamW with one rate for all":
     "optim_target_modules use_muon use_galore momentum embedding_lr lr_groups",
@@ -206,8 +206,8 @@ _UNSUPPORTED = {
     "trust_remote_code",
     "the command is `aliquot train`":
     "do_train",
-    "reinforcement learning is out of scope, and of preferences train.objective has dpo, simpo, orpo and kto":
-    "trl vllm reward_model",
+    "rewards are for a loop of your own (aliquot.Trainer, examples/grpo.py); train.objective has dpo, simpo, orpo, kto":
+    "trl vllm reward_model reward_funcs reward_weights num_generations",
     "the model before training is the reference, and no second model is loaded":
     "ref_model precompute_ref_log_probs sync_ref_model",
     "the section launch sets how ranks connect":

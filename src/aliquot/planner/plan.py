@@ -15,6 +15,7 @@ from aliquot.engines.engine_plan import OnDisk, Unsharded
 
 _LARGE_MODEL = 100_000_000  # parameters from which on training from random weights is more often a mistake than a wish
 _MUCH_WAITING = 10.0  # times the time of matrix products: a step that waits so long is a mistake of the settings
+_MUCH_IDLE = 0.3  # of the ranks
 _MUCH_SAVING_S = 60.0  # in a run whose steps take less
 DISK_PART = 0.05  # waiting for disks below this fraction of a step is negligible
 
@@ -272,6 +273,11 @@ class Plan:
             lines.append(
                 f"the run uses {threads} of {cores} cores of each node: leave launch.threads_per_rank out, or take more"
                 " ranks (cluster.ranks_per_node)"
+            )
+        if (idle := self.losses.idle_ranks) >= _MUCH_IDLE:
+            lines.append(
+                f"{idle:.0%} of the ranks have no sequence in a step: take fewer nodes or ranks, or a larger"
+                " train.global_batch_size"
             )
         if self.steps and self.saving_s > max(_MUCH_SAVING_S, self.steps * self.step_s):
             lines.append(
