@@ -103,7 +103,7 @@ def tiles(run: Run) -> list[tuple[str, str, str]]:
     pace = f"{percent(run.mean_parts()['wait'] / (step_s or 1.0))} waiting"
     if step_s:
         slowest_s, step = run.slowest()
-        pace += f"; the slowest, step {step:,.0f}: {seconds(slowest_s)}"
+        pace += f"; the slowest line, at step {step:,.0f}: {seconds(slowest_s)}"
     # A figure without a value is left out.
     figures = [
         ("steps", f"{done:,.0f}", planned_steps + in_epochs),
