@@ -230,6 +230,7 @@ def marks() -> list[tuple[Any, str, str]]:
     from aliquot.engines.host import host_engine
     from aliquot.engines.host.gradient_sums import GradientSums
     from aliquot.engines.host.host_gradients import HostGradients
+    from aliquot.engines.host.weight_publication import WeightPublication
     from aliquot.nn.experts import sorted_experts
     from aliquot.optim.adamw import BlockedAdamW
 
@@ -240,7 +241,7 @@ def marks() -> list[tuple[Any, str, str]]:
         (GradientSums, "squares", _NORM),
         (host_engine, "global_norm", _NORM),
         (BlockedAdamW, "step", _UPDATE),
-        (host_engine.HostEngine, "_mark_updated", _PUBLISH),
+        (WeightPublication, "mark_updated", _PUBLISH),
         (sorted_experts, "route", _ROUTE),
     ]
 

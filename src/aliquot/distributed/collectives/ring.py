@@ -76,6 +76,12 @@ class Ring:
         while self._unread and self._unread[0][0].number <= published:
             self._read_oldest()
 
+    def serve(self) -> None:
+        """Do what other ranks may wait for, here or on other hosts, while this rank waits for something else."""
+        self.read_published()
+        if self.while_waiting is not None:
+            self.while_waiting()
+
     def drain(self) -> None:
         """Read all pieces that this rank has published, waiting until the peers have published them too."""
         while self._unread:

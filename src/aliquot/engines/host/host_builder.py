@@ -96,7 +96,7 @@ class HostComponents:
         )
         # Receives the gradients of the backward pass.
         self.staging = gradients if device_weights is None else DeviceGradients(gradients, weights, device)
-        serve = gradients.ring.read_published  # other ranks may wait until a waiting rank reads its ring
+        serve = gradients.ring.serve  # other ranks may wait for what a waiting rank has to do
 
         self.compressed: CompressedLayers | None = None
         if compressed_layers:
