@@ -143,7 +143,6 @@ class RunPlan:
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
-        stored += (layout.nodes - 1) * self.shape.compressed_numel  # each node loads all of them
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
@@ -165,7 +164,10 @@ class RunPlan:
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
-            disk_read_bytes=stored * self.shape.dtype_bytes if config.model.path is not None else 0,
+            # Each node loads all compressed weights.
+            disk_read_bytes=(stored + (layout.nodes - 1) * self.shape.compressed_numel) * self.shape.dtype_bytes
+            if config.model.path is not None
+            else 0,
             checkpoint_bytes=self.saving.checkpoint_bytes,
             steps=self.steps or 0,
             tokens_per_step=size.total * workload.tokens,

@@ -265,8 +265,7 @@ class HostEngine(ModelEngine):
         if self._components.publication is None:
             self._hosts.peers.barrier()
             return
-        compressed = self._components.compressed
-        absent = frozenset[int]() if compressed is None else compressed.weights
+        absent = {index for layers in self._absent for index in layers.weights}
         weights = [index for index in self._components.forward_order.all if index not in absent]
         self._components.publication.begin(weights, raw=True)
         for index in weights:
