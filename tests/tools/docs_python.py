@@ -42,8 +42,8 @@ def _entry(entry: re.Match[str]) -> str:
         lines = [f"class {name}", *_members(exported, options.get("members", True))]
     elif inspect.ismodule(exported):
         functions = inspect.getmembers(exported, inspect.isfunction)
-        own = [(each, function) for each, function in functions if function.__module__ == exported.__name__]
-        lines = [_signature(f"{name}.{each}", function) for each, function in own]
+        defined = [function for _, function in functions if function.__module__ == exported.__name__]
+        lines = [_signature(f"{name}.{function.__name__}", function) for function in defined]
     else:
         lines = [_signature(name, exported)]
     purpose = " ".join((inspect.getdoc(exported) or "").split("\n\n")[0].split())

@@ -256,11 +256,11 @@ def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         is_own = mount.get("mountPath") == path and not mount.get("readOnly")
         is_as_rendered = actual.get("medium") == rendered.get("medium") and (size or least) >= least
         if rendered and not (is_own and is_as_rendered):  # `check_mounted_config` checks claims and the config
-            found = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
+            volume_text = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
             yield finding(
                 "shm" if path == SHM else "scratch",
                 view.manifest,
-                f"{path} has {found}; aliquot renders emptyDir {rendered}",
+                f"{path} has {volume_text}; aliquot renders emptyDir {rendered}",
                 f"the rendered volume, and its volumeMount at {path}",
             )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ _WAITING = re.compile(  # "file function" of a frame that waits for other ranks
 )
 
 
-class Watchdog:
+class Watchdog(ABC):
     """A context manager that calls `check` again and again in a thread, until the context ends.
 
     Each watchdog has a thread of its own, because a check may wait for a disk or for another host.
@@ -38,9 +39,9 @@ class Watchdog:
         self.interval_s = interval_s
         self.is_over = threading.Event()
 
+    @abstractmethod
     def check(self) -> None:
         """Look once, and end this process if the run hangs."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self.repeat(self.check)
