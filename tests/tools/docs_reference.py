@@ -45,7 +45,8 @@ completion of commands and options for bash, zsh, fish or PowerShell; `--show-co
 | 0 | success |
 | 1 | the run stopped because of an error; `plan`: the run does not fit (`train`: 2); `doctor`: a problem |
 | 2 | bad input: correct it first; `cluster proof`: a node is too slow |
-| 128 + signal | a signal ended the command, for example 143 after SIGTERM; a run that has trained saves a checkpoint |
+| 143, 130, 129 | SIGTERM, Ctrl-C or SIGHUP stopped the command; a run that has trained saves a checkpoint first |
+| 137 | SIGKILL ended the command, which saves nothing. If SIGKILL ends one of several ranks, the code is 1 |
 
 An error is one line on standard error. The id in brackets at its end has a section in
 [Troubleshooting](../guides/troubleshooting.md). If the usage of a command

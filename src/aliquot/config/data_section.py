@@ -51,8 +51,8 @@ class RecordsSection(Section):
     split: str = "train"
     """The dataset's split."""
     text_field: str | None = None
-    """Field of a record that holds the text, all of which is learned. Default: the first that the records have:
-    `messages`, `conversations`, `prompt` and `completion`, `instruction` and `output`, else `text`."""
+    """Field of a record that holds the text, all of which is learned. Default: the names of the fields decide the
+    format of the records (docs/guides/data.md)."""
     messages: str | None = None
     """Field that holds a chat: a list of messages."""
     prompt: str | None = None

@@ -39,7 +39,7 @@ def _rejected(note: str, *harmless: object) -> KeyRule:
 
 
 _NO_NVME = "only with offload to NVMe, which is rejected"
-_IN_MEMORY = "offload to NVMe is not supported, since checkpoints read parts in memory: use cpu"
+_IN_MEMORY = "offload to NVMe is not supported, since checkpoints read parts in memory: use cpu or none"
 _STAGE_12 = "acts in ZeRO stages 1 and 2 only"
 _NO_GATHERING = "the export is written from all ranks, nothing is gathered"
 _OWN_CHECKPOINTS = "checkpoints are aliquot's"
@@ -48,7 +48,7 @@ _OTHER_DATA = "changes the data: aliquot's data section says it"
 
 _ZERO_OPTIMIZATION = {
     "stage": _rejected("only stage 3; for the rest use engine fsdp or host", 3),
-    **dict.fromkeys(("offload_optimizer", "offload_param"), _passed("passed to DeepSpeed; device cpu or none")),
+    **dict.fromkeys(("offload_optimizer", "offload_param"), _passed()),
     **dict.fromkeys(("offload_optimizer.device", "offload_param.device"), _rejected(_IN_MEMORY, "cpu", "none")),
     **dict.fromkeys(("offload_optimizer.nvme_path", "offload_param.nvme_path"), _overridden(_NO_NVME)),
     "offload_optimizer.ratio": _rejected("a part of the states on the GPU is not tested", 1),

@@ -33,7 +33,7 @@ class RunSection(Section):
 
 class ModelSection(Section):
     path: Annotated[str | None, PATH] = None
-    """A Hugging Face model directory, or a hub id."""
+    """A Hugging Face model directory, such as an export or a checkpoint of a whole model, or a hub id."""
     config: Annotated[dict[str, Any] | Path | None, PATH] = None
     """From scratch: a dict with `model_type`, or the path of a config.json."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -88,7 +88,8 @@ class CheckpointSection(Section):
     """Save every N steps; 0: only at the end. auto: about every half an hour by the plan, less often if training would
     wait for saves for more than 5 % of the time; a resumed run keeps the choice."""
     last: bool = True
-    """Save at the end, too; false: the run ends with the export alone."""
+    """Save a checkpoint at the end, too; false: the run ends with the export alone. To keep only the newest checkpoint,
+    set keep: 1."""
     keep: PositiveInt = 2
     """Number of complete checkpoints to keep; older ones are removed."""
     resume: Annotated[str, PATH] = "auto"
@@ -102,7 +103,8 @@ class CheckpointSection(Section):
     """Largest copy in memory of state that the next update would change before it is written; beyond it the update
     waits."""
     grace_s: PositiveFloat = Field(90.0, le=1e9)
-    """Time after SIGTERM or Ctrl-C to finish the micro-batch, save the last finished step and end."""
+    """Seconds from SIGTERM, SIGHUP or Ctrl-C to the end of the run, saved or not. They must suffice to finish the
+    micro-batch and to save."""
     on_error: Literal["stop", "warn"] = "stop"
     """What to do if a checkpoint, its copy in the mirror, metrics or events cannot be written."""
     best: bool = False
@@ -121,9 +123,9 @@ class LaunchSection(SectionWithNodes):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees a GPU."""
     ranks: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
-    """Local ranks. auto: one a GPU; on CPU one a core up to 4 a NUMA node, then one every 4 cores, as memory (2 GiB a
-    rank) and the micro-batches of train.global_batch_size allow; one a NUMA node without train.global_batch_size and
-    with engines fsdp and deepspeed."""
+    """Ranks on this machine. auto on GPUs: one per GPU. auto on CPU: on each NUMA node, one rank per core up to 4
+    ranks, or one per 4 cores if that is more; fewer if memory (2 GiB per rank) or the micro-batches of a step do not
+    suffice. One per NUMA node without train.global_batch_size, and with engines fsdp and deepspeed."""
     threads_per_rank: PositiveInt | None = None
     """Default: physical cores / local ranks."""
     nodes: NodeCount = 1
@@ -150,8 +152,9 @@ class ObserveSection(Section):
         list[Dashboard],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value, list[Dashboard] | Dashboard),
     ] = Field(["tensorboard"])
-    """Dashboards for the metrics in metrics.jsonl: tensorboard/ in the run directory, Weights & Biases, an MLflow
-    server. The latter two read their own environment variables; no server stops or slows a run."""
+    """Dashboards for the metrics in metrics.jsonl, one or a list. tensorboard: files in tensorboard/ of the run
+    directory. wandb: Weights & Biases. mlflow: an MLflow server. wandb and mlflow read their own environment variables.
+    A server that does not answer neither stops nor slows a run."""
     prometheus: int | None = Field(None, ge=1, le=65535)
     """Port at which rank 0 serves metrics, under /metrics."""
     prometheus_host: str = "127.0.0.1"

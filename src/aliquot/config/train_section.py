@@ -160,7 +160,7 @@ class TrainSection(Section):
     per_device_train_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Sequences of a rank's micro-batch. auto: about the fastest that fits into memory, by the plan, for the same
     global batch. It is 1 without a global batch, and with dropout or a router's auxiliary loss, which would otherwise
-    depend on it. A resumed run keeps the choice."""
+    depend on it. A resumed run keeps the choice if it fits and spreads evenly over the ranks."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per rank and step. Of this, the global batch and per_device_train_batch_size, two fix the third."""
     learning_rate: PositiveFloat = 5e-5
@@ -182,11 +182,12 @@ class TrainSection(Section):
     """Clip gradients to this global norm; 0: do not clip."""
     gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations to recompute in the backward pass. selective: all but those of linear layers and attention; full:
-    whole layers. auto: no more than the run needs to fit into memory, by the plan; a resumed run keeps the choice."""
+    whole layers. auto: no more than the run needs to fit into memory, by the plan; a resumed run keeps the
+    choice if it fits."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Precision of forward and backward pass; master weights and moments follow optimizer_states. auto: bf16 where
     matrix products are faster in bf16 (CPUs with AMX, AVX512-BF16 or ARM's BF16, GPUs from Ampere on) and with fp8,
-    otherwise fp32; a resumed run keeps the choice."""
+    otherwise fp32; a resumed run keeps the choice. fp16 is not supported."""
     fp8: bool = False
     """Compute matrix products of large linear layers in fp8; one GPU from Ada or Hopper on, engine fsdp only."""
     optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"

@@ -194,7 +194,7 @@ class ClusterError(UserError, id="cluster"):
 
 
 class TrainingError(UserError, id="training"):
-    """A well-formed run had to stop, for example because a rank was lost. Exits with code 1."""
+    """A well-formed run had to stop. The command exits with code 1, or 128 + signal after a signal."""
 
     exit_code = 1
 
