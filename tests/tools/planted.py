@@ -185,7 +185,7 @@ FAULTS = (
     Fault(
         "free-shm-not-looked-at", "doctor/memory_checks.py",
         "the doctor looks at the size of /dev/shm, not at what is free of it",
-        "if free < _SHM_BYTES:", "if total < _SHM_BYTES:",
+        "Case(free < _SHM_BYTES,", "Case(total < _SHM_BYTES,",
         ("tests/doctor",),
     ),
     Fault(

@@ -11,7 +11,7 @@ from aliquot.core.number_format import count_of
 from aliquot.distributed.auto_ranks import max_cpu_ranks
 from aliquot.distributed.numa_binding import core_sets, has_memory_policy, set_preferred_node
 from aliquot.distributed.topology import threads_per_rank
-from aliquot.doctor.finding import Finding, Subject, check
+from aliquot.doctor.finding import Case, Finding, Subject, check, conclude
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import faster_precision, format_cpu_list, numa_nodes, parse_cpu_list, sibling_cpus
 from aliquot.machine.memory import memory_limit
@@ -22,17 +22,17 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 @check("isa", "instructions")
 def check_isa(subject: Subject) -> Finding:
     """Check whether the CPU has fast instructions for matrix products."""
-    cpu = subject.cpu
-    observed = f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}"
-    if not cpu.isa:
-        return Finding(
+    cpu, fast = subject.cpu, faster_precision(subject.cpu.isa)
+    return conclude(
+        f"{cpu.model}: {', '.join(cpu.isa) or 'none of AMX, AVX-512, AVX2'}",
+        Case(
+            not cpu.isa,
             "problem",
-            observed,
             meaning="torch has no fast kernels for this CPU",
             fix="take a CPU with AVX2, AVX-512 or AMX",
-        )
-    fast = faster_precision(cpu.isa)
-    return Finding("ok", observed, meaning=f"products are fastest in {fast}: `train.precision: auto` is {fast}")
+        ),
+        ok=f"products are fastest in {fast}: `train.precision: auto` is {fast}",
+    )
 
 
 @check("amx", "AMX permission")
@@ -57,15 +57,23 @@ def check_kernels(subject: Subject) -> Finding:
     """Compare the kernel that oneDNN reports for a bf16 product with the abilities of the CPU."""
     from aliquot.machine.matmul import matmul_kernel
 
-    kernel, isa = matmul_kernel("bf16"), subject.cpu.isa
+    kernel, isa, limit = matmul_kernel("bf16"), subject.cpu.isa, subject.environ.get("ONEDNN_MAX_CPU_ISA")
     observed = f"bf16 {kernel}, fp32 {matmul_kernel('fp32')}"
     best = "amx" if "amx_bf16" in isa else "avx512_core_bf16" if "avx512_bf16" in isa else None
-    if best is None or best in kernel or "amx" in kernel:
-        return Finding("ok", observed, meaning="products run on the best kernel that this CPU has")
-    fix = "install the torch of `pip install torch`; see `amx` for its permission"
-    if limit := subject.environ.get("ONEDNN_MAX_CPU_ISA"):
-        observed, fix = f"{observed} (ONEDNN_MAX_CPU_ISA={limit})", "unset ONEDNN_MAX_CPU_ISA"
-    return Finding("warning", observed, meaning=f"the CPU has {best}, and torch does not use it", fix=fix)
+    is_slow = best is not None and best not in kernel and "amx" not in kernel
+    meaning = f"the CPU has {best}, and torch does not use it"
+    return conclude(
+        observed,
+        Case(
+            is_slow and limit,
+            "warning",
+            meaning,
+            fix="unset ONEDNN_MAX_CPU_ISA",
+            found=f"{observed} (ONEDNN_MAX_CPU_ISA={limit})",
+        ),
+        Case(is_slow, "warning", meaning, fix="install the torch of `pip install torch`; see `amx` for its permission"),
+        ok="products run on the best kernel that this CPU has",
+    )
 
 
 @check("cores", "cores")
@@ -75,47 +83,46 @@ def check_cores(subject: Subject) -> Finding:
     online = parse_cpu_list(read_text(subject.root / "sys/devices/system/cpu/online") or "")
     hidden = (len(online) or os.cpu_count() or 1) - (allowed := sum(map(len, cpu.cores)))
     quota = "no CPU quota" if cpu.quota is None else f"a quota of {count_of(f'{cpu.quota:g}', 'CPU')}"
-    observed = f"{len(cpu.cores)} physical cores, {allowed} of {allowed + hidden} logical CPUs allowed, {quota}"
     meaning = f"{count_of(cpu.usable_cores, 'thread')} can compute at once"
-    if cpu.quota is not None and cpu.quota < 1:
-        return Finding(
+    return conclude(
+        f"{len(cpu.cores)} physical cores, {allowed} of {allowed + hidden} logical CPUs allowed, {quota}",
+        Case(
+            cpu.quota is not None and cpu.quota < 1,
             "problem",
-            observed,
             meaning="less than one CPU: training stalls most of the time",
             fix="raise the container's CPU limit",
-        )
-    if hidden > 0:
-        return Finding(
+        ),
+        Case(
+            hidden > 0,
             "warning",
-            observed,
             meaning=f"{count_of(hidden, 'CPU is', 'CPUs are')} not available to this process; {meaning}",
             fix="unless this is intended, start without taskset, or widen the cpuset",
-        )
-    if cpu.is_throttled and cpu.quota is not None:
-        return Finding(
+        ),
+        Case(
+            cpu.is_throttled and cpu.quota is not None,
             "warning",
-            observed,
             meaning=f"{meaning}, and ranks are not pinned, because other containers use the same cores",
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager; or a node of its own",
-        )
-    return Finding("ok", observed, meaning=meaning)
+        ),
+        ok=meaning,
+    )
 
 
 @check("smt", "SMT")
 def check_smt(subject: Subject) -> Finding:
     """Check whether other processes may use the second hardware threads of this process's cores."""
     cores = {sibling_cpus(cpu, subject.root) for cpu in subject.allowed}
-    threads = max(len(core) for core in cores)
-    observed = f"{count_of(threads, 'hardware thread')} a core"
     halves = sum(1 for core in cores if not core <= subject.allowed)
-    if halves:
-        return Finding(
+    return conclude(
+        f"{count_of(max(map(len, cores)), 'hardware thread')} a core",
+        Case(
+            halves,
             "warning",
-            observed,
             meaning=f"{halves} of {len(cores)} cores are shared: a process on their second thread halves the speed",
             fix="give whole cores (the kubelet's full-pcpus-only), or an even number of CPUs with their siblings",
-        )
-    return Finding("ok", observed, meaning="a matmul fills a core: ranks take one thread of each")
+        ),
+        ok="a matmul fills a core: ranks take one thread of each",
+    )
 
 
 @check("numa", "NUMA")
@@ -156,19 +163,23 @@ def check_threads(subject: Subject) -> Finding:
         threads, source = threads_per_rank(LaunchSection(), subject.environ, cpu, ranks)
     except UserError as error:
         return Finding("problem", str(error), meaning="no run starts", fix="correct or unset it")
-    observed = f"{ranks} x {threads} threads for {cpu.usable_cores} cores, from {source}"
-    used, fix = ranks * threads, f"unset {source}: threads are chosen to fill the cores"
-    if source.endswith("_THREADS") and threads < cpu.usable_cores and (threads == 1 or used < cpu.usable_cores):
-        effect = f"a rank computes on {threads} of {cpu.usable_cores} cores, however many ranks run"
-        return Finding("warning", observed, meaning=f"{source}={threads}: {effect}", fix=fix)
-    if used > cpu.usable_cores:
-        return Finding(
+    cores, used, fix = cpu.usable_cores, ranks * threads, f"unset {source}: threads are chosen to fill the cores"
+    return conclude(
+        f"{ranks} x {threads} threads for {cores} cores, from {source}",
+        Case(
+            source.endswith("_THREADS") and threads < cores and (threads == 1 or used < cores),
             "warning",
-            observed,
+            meaning=f"{source}={threads}: a rank computes on {threads} of {cores} cores, however many ranks run",
+            fix=fix,
+        ),
+        Case(
+            used > cores,
+            "warning",
             meaning="threads take turns on a core, and every operation waits for the slowest thread",
             fix=fix,
-        )
-    return Finding("ok", observed, meaning="`launch.ranks: auto` starts these ranks, if there is work for all")
+        ),
+        ok="`launch.ranks: auto` starts these ranks, if there is work for all",
+    )
 
 
 @check("pinning", "pinning")
@@ -186,15 +197,15 @@ def check_pinning(subject: Subject) -> Finding:
             fix="allow sched_setaffinity in the sandbox",
         )
     sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
-    if ranks == 1:
-        return Finding("ok", "one rank: no pinning needed", meaning="it may use every core")
-    if not sets[0]:
-        return Finding(
+    return conclude(
+        f"cores {' | '.join(map(format_cpu_list, sets))}",
+        Case(ranks == 1, "ok", found="one rank: no pinning needed", meaning="it may use every core"),
+        Case(
+            not sets[0],
             "warning",
-            "not possible under a CPU quota",
+            found="not possible under a CPU quota",
             meaning="ranks may meet on a core: a few percent, and uneven steps",
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager",
-        )
-    return Finding(
-        "ok", f"cores {' | '.join(map(format_cpu_list, sets))}", meaning="every rank has cores and caches of its own"
+        ),
+        ok="every rank has cores and caches of its own",
     )

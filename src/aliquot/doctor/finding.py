@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Literal, ParamSpec
+from typing import Literal, NamedTuple, ParamSpec
 
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
@@ -30,6 +30,22 @@ class Finding:
         """Return the finding as lines for a person: state, consequence, fix."""
         lines = [f"{self.level:<8} {self.id}: {self.found}", f"{'':<9}{self.meaning}"]
         return "\n".join([*lines, f"{'':<9}fix: {self.fix}"] if self.fix else lines)
+
+
+class Case(NamedTuple):
+    """A row in the table of a check: the finding to return if the case applies."""
+
+    applies: object
+    level: Level
+    meaning: str
+    fix: str = ""
+    found: str | None = None  # None: the state that the check has observed
+
+
+def conclude(found: str, *cases: Case, ok: str) -> Finding:
+    """Return the finding of the first case that applies to the state `found`, or else level ok with the meaning `ok`."""
+    case = next((case for case in cases if case.applies), Case(True, "ok", ok))
+    return Finding(case.level, found if case.found is None else case.found, case.meaning, case.fix)
 
 
 def summary(findings: Sequence[Finding]) -> str:

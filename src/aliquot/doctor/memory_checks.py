@@ -7,7 +7,7 @@ import re
 import resource
 
 from aliquot.core.number_format import gib
-from aliquot.doctor.finding import Finding, Subject, check
+from aliquot.doctor.finding import Case, Finding, Subject, check, conclude
 from aliquot.machine.allocator import ALLOCATOR_VARIABLE, allocator_environment
 from aliquot.machine.cgroup import control_groups, read_text
 from aliquot.machine.memory import kib_fields, memory_limit, too_little_lockable
@@ -22,18 +22,18 @@ def check_memory(subject: Subject) -> Finding:
     ram = kib_fields(subject.root / "proc/meminfo")
     limit, left = memory_limit(subject.root), _available(subject, ram.get("MemAvailable", 0))
     source = "RAM" if limit == ram["MemTotal"] else "a control group"
-    observed = f"{gib(limit)} by {source}, {gib(left)} of it free"
     fix = "raise the container's memory limit, or end other processes that use memory"
-    if left < _LEAST_BYTES:
-        return Finding(
+    return conclude(
+        f"{gib(limit)} by {source}, {gib(left)} of it free",
+        Case(
+            left < _LEAST_BYTES,
             "problem",
-            observed,
             meaning="too little for one rank: Python, torch and a small model take about 2 GiB",
             fix=fix,
-        )
-    if left < _GOOD_BYTES:
-        return Finding("warning", observed, meaning="enough for small models with few ranks only", fix=fix)
-    return Finding("ok", observed, meaning="16 bytes per parameter over all ranks, and activations, must fit")
+        ),
+        Case(left < _GOOD_BYTES, "warning", meaning="enough for small models with few ranks only", fix=fix),
+        ok="16 bytes per parameter over all ranks, and activations, must fit",
+    )
 
 
 def _available(subject: Subject, ram_bytes: int) -> int:
@@ -54,15 +54,16 @@ def _available(subject: Subject, ram_bytes: int) -> int:
 def check_huge_pages(subject: Subject) -> Finding:
     """Check transparent huge pages, which save page faults for new tensors."""
     setting = re.search(r"\[(\w+)\]", read_text(subject.root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
-    observed = setting[1] if setting else "not reported by this kernel"
-    if observed == "never":
-        return Finding(
+    return conclude(
+        setting[1] if setting else "not reported by this kernel",
+        Case(
+            setting and setting[1] == "never",
             "warning",
-            observed,
             meaning="pages of large tensors are faulted in 4 KiB at a time: the first steps are slower",
             fix="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, on the node",
-        )
-    return Finding("ok", observed, meaning="the setting changes a step by a few percent at most")
+        ),
+        ok="the setting changes a step by a few percent at most",
+    )
 
 
 @check("allocator", "allocator")
@@ -71,20 +72,26 @@ def check_allocator(subject: Subject) -> Finding:
     meaning = (
         "fresh pages cost a training step up to a fifth of its time; glibc is told to keep more, which helps partly"
     )
-    if subject.environ.get(ALLOCATOR_VARIABLE) == "none":
-        return Finding(
-            "warning", f"{ALLOCATOR_VARIABLE}=none: left alone", meaning=meaning, fix=f"unset {ALLOCATOR_VARIABLE}"
-        )
     environ = {name: value for name, value in subject.environ.items() if name != ALLOCATOR_VARIABLE}
     preloaded = allocator_environment(environ, subject.root).get("LD_PRELOAD", "")
-    if not re.search("tcmalloc|jemalloc|mimalloc", preloaded):
-        return Finding(
+    return conclude(
+        f"ranks start with {preloaded}",
+        Case(
+            subject.environ.get(ALLOCATOR_VARIABLE) == "none",
             "warning",
-            "neither tcmalloc nor jemalloc is installed",
-            meaning=meaning,
+            meaning,
+            fix=f"unset {ALLOCATOR_VARIABLE}",
+            found=f"{ALLOCATOR_VARIABLE}=none: left alone",
+        ),
+        Case(
+            not re.search("tcmalloc|jemalloc|mimalloc", preloaded),
+            "warning",
+            meaning,
             fix="apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs",
-        )
-    return Finding("ok", f"ranks start with {preloaded}", meaning="the allocator keeps freed memory for the next step")
+            found="neither tcmalloc nor jemalloc is installed",
+        ),
+        ok="the allocator keeps freed memory for the next step",
+    )
 
 
 @check("shm", "/dev/shm")
@@ -97,45 +104,48 @@ def check_shm(subject: Subject) -> Finding:
         return Finding("warning", "missing or not writable", meaning=needs, fix=fix)
     stat = os.statvfs(directory)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    observed = f"{gib(total)}, {gib(free)} free"
-    if free < _SHM_BYTES:
-        return Finding("warning", observed, meaning=needs, fix=fix)
-    return Finding("ok", observed, meaning="enough for DeepSpeed and NCCL; aliquot's own ranks need none")
+    return conclude(
+        f"{gib(total)}, {gib(free)} free",
+        Case(free < _SHM_BYTES, "warning", meaning=needs, fix=fix),
+        ok="enough for DeepSpeed and NCCL; aliquot's own ranks need none",
+    )
 
 
 @check("open-files", "open files")
 def check_open_files(subject: Subject) -> Finding:
     """Check the limit of file descriptors, for sockets to every rank, checkpoint files and shared memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    observed, fix = f"{soft} open files (up to {hard})", "ulimit -n 65536; in a service: LimitNOFILE=65536"
-    if soft < 256:
-        return Finding(
+    fix = "ulimit -n 65536; in a service: LimitNOFILE=65536"
+    return conclude(
+        f"{soft} open files (up to {hard})",
+        Case(
+            soft < 256,
             "problem",
-            observed,
             meaning="a rank holds a socket to every other and a file a checkpoint shard: it fails while it starts or"
             " saves",
             fix=fix,
-        )
-    if soft < 1024:
-        return Finding(
+        ),
+        Case(
+            soft < 1024,
             "warning",
-            observed,
             meaning="enough for one machine; more nodes and more checkpoint shards need more",
             fix=fix,
-        )
-    return Finding("ok", observed, meaning="enough for sockets and checkpoint files")
+        ),
+        ok="enough for sockets and checkpoint files",
+    )
 
 
 @check("locked-memory", "locked memory")
 def check_locked_memory(subject: Subject) -> Finding:
     """Check the limit of locked memory, which network cards with RDMA need."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    observed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB"
-    if too_little_lockable(subject.root) is not None:
-        return Finding(
+    return conclude(
+        "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:g} MiB",
+        Case(
+            too_little_lockable(subject.root) is not None,
             "problem",
-            observed,
             meaning="EFA and InfiniBand register memory and fail without",
             fix="ulimit -l unlimited; LimitMEMLOCK=infinity for the container runtime",
-        )
-    return Finding("ok", observed, meaning="enough for RDMA, or no RDMA card")
+        ),
+        ok="enough for RDMA, or no RDMA card",
+    )

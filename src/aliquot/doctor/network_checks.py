@@ -11,7 +11,7 @@ import psutil
 from aliquot.core.errors import UsageError
 from aliquot.core.number_format import count_of
 from aliquot.distributed.gloo_interface import address_of, interface_towards
-from aliquot.doctor.finding import Finding, Subject, check
+from aliquot.doctor.finding import Case, Finding, Subject, check, conclude
 from aliquot.machine.cgroup import read_text
 
 _CONNECT_S = 5.0
@@ -24,32 +24,30 @@ def check_interface(subject: Subject) -> Finding:
     """Check the interfaces that are up, and the choice of GLOO_SOCKET_IFNAME."""
     status = psutil.net_if_stats()
     up = [name for name in sorted(status) if status[name].isup and address_of(name) != "no address"]
-    observed = ", ".join(f"{name} {address_of(name)}" for name in up) or "none is up"
     outside = [name for name in up if not address_of(name).startswith("127.")]
     chosen = subject.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if chosen and chosen not in up:
-        return Finding(
+    return conclude(
+        ", ".join(f"{name} {address_of(name)}" for name in up) or "none is up",
+        Case(
+            chosen and chosen not in up,
             "problem",
-            observed,
             meaning=f"GLOO_SOCKET_IFNAME is {chosen}, which is not up: ranks cannot connect",
             fix="unset or correct it",
-        )
-    if chosen == "lo" and outside:
-        return Finding(
+        ),
+        Case(
+            chosen == "lo" and outside,
             "warning",
-            observed,
             meaning="GLOO_SOCKET_IFNAME is lo: ranks of other nodes cannot reach this one",
             fix="for several nodes, unset it",
-        )
-    if not outside:
-        return Finding(
+        ),
+        Case(
+            not outside,
             "warning",
-            observed,
             meaning="this machine cannot reach another",
             fix="for several nodes, bring an interface up",
-        )
-    choice = f"GLOO_SOCKET_IFNAME says {chosen}" if chosen else "with several nodes the one to node 0 is taken"
-    return Finding("ok", observed, meaning=choice)
+        ),
+        ok=f"GLOO_SOCKET_IFNAME says {chosen}" if chosen else "with several nodes the one to node 0 is taken",
+    )
 
 
 @check("names", "own name")
@@ -65,23 +63,23 @@ def check_names(subject: Subject) -> Finding:
             meaning="aliquot does not need the name; torchrun without --master-addr, DeepSpeed and NCCL may",
             fix=fix,
         )
-    observed = f"{name} is {address}"
-    if address.startswith("127."):
-        return Finding(
+    return conclude(
+        f"{name} is {address}",
+        Case(
+            address.startswith("127."),
             "warning",
-            observed,
             meaning="aliquot chooses the interface itself; gloo elsewhere would listen where no other node can reach"
             " it",
             fix=fix,
-        )
-    if interface_towards(address) is None:
-        return Finding(
+        ),
+        Case(
+            interface_towards(address) is None,
             "warning",
-            observed,
             meaning="the name leads to another machine: gloo elsewhere would not find its own address",
             fix=fix,
-        )
-    return Finding("ok", observed, meaning="other programs find this machine by its name")
+        ),
+        ok="other programs find this machine by its name",
+    )
 
 
 @check("port", "port")
@@ -104,8 +102,6 @@ def check_port(subject: Subject) -> Finding:
 @check("peers", "other nodes")
 def check_peers(subject: Subject) -> Finding:
     """Check that the other nodes answer. A refused connection is an answer, because no rank listens there yet."""
-    if not subject.peers:
-        return Finding("ok", "none given", meaning="--peers HOST,HOST tests connections to other nodes")
     bad, good = [], []
     for host, port in parse_peers(subject):
         try:
@@ -116,15 +112,16 @@ def check_peers(subject: Subject) -> Finding:
             bad.append(f"{host} does not resolve")
         except OSError as error:
             bad.append(f"{host}: {'no answer' if isinstance(error, TimeoutError) else error.strerror}")
-    observed = "; ".join([*bad, *(f"reached {name}" for name in good)])
-    if bad:
-        return Finding(
+    return conclude(
+        "; ".join([*bad, *(f"reached {name}" for name in good)]) or "none given",
+        Case(
+            bad,
             "problem",
-            observed,
             meaning="nodes that do not reach each other cannot train",
             fix="DNS or /etc/hosts; a security group that allows all traffic from itself; the same subnet or a route",
-        )
-    return Finding("ok", observed, meaning="every other node is reachable")
+        ),
+        ok="every other node is reachable" if good else "--peers HOST,HOST tests connections to other nodes",
+    )
 
 
 def parse_peers(subject: Subject) -> list[tuple[str, int]]:
@@ -149,17 +146,17 @@ def check_efa(subject: Subject) -> Finding:
         for device in sorted((subject.root / "sys/bus/pci/devices").glob("*"))
         if read_text(device / "vendor") == _AMAZON and (read_text(device / "device") or "").startswith(_EFA)
     ]
-    if not devices:
-        return Finding("ok", "no EFA device", meaning="ranks of several nodes talk through TCP")
-    observed = f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})"
-    if not any((subject.root / "dev/infiniband").glob("uverbs*")):
-        return Finding(
+    return conclude(
+        f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})",
+        Case(not devices, "ok", found="no EFA device", meaning="ranks of several nodes talk through TCP"),
+        Case(
+            not any((subject.root / "dev/infiniband").glob("uverbs*")),
             "warning",
-            observed,
             meaning="the container has no access to them: NCCL falls back to TCP",
             fix="request vpc.amazonaws.com/efa in the pod",
-        )
-    return Finding("ok", observed, meaning="NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP")
+        ),
+        ok="NCCL can use them through aws-ofi-nccl; gloo, on CPU, always uses TCP",
+    )
 
 
 @check("nccl", "GPUs and NCCL")

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from aliquot.core.python_command import python_command
-from aliquot.doctor.finding import Finding, Level, Subject, check
+from aliquot.doctor.finding import Case, Finding, Level, Subject, check, conclude
 from aliquot.machine.torch_compile import cpp_compiler
 
 _TIMEOUT_S = 180
@@ -34,35 +34,39 @@ def check_compiler(subject: Subject) -> Finding:
     name = cpp_compiler(subject.environ)
     meaning = "train.compile: layers and DeepSpeed's CPU Adam cannot be built; nothing else needs one"
     fix = "apt-get install g++, or dnf install gcc-c++"
-    if name is None:
-        return Finding("warning", "none", meaning=meaning, fix=fix)
-    failure = _compile(name, "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n", "-fopenmp")
-    if failure:
-        return Finding("warning", f"{name} fails: {failure}", meaning=meaning, fix=fix)
-    return Finding("ok", name, meaning="train.compile: layers can fuse the operations between matrix products")
+    program = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
+    failure = name and _compile(name, program, "-fopenmp")
+    return conclude(
+        name or "none",
+        Case(name is None, "warning", meaning, fix),
+        Case(failure, "warning", meaning, fix, found=f"{name} fails: {failure}"),
+        ok="train.compile: layers can fuse the operations between matrix products",
+    )
 
 
 @check("python-headers", "Python headers")
 def check_python_headers(subject: Subject) -> Finding:
     """Check for Python.h, which Inductor and DeepSpeed compile against."""
-    include = sysconfig.get_path("include")
-    if not (Path(include) / "Python.h").is_file():
-        return Finding(
+    include, name = sysconfig.get_path("include"), cpp_compiler(subject.environ)
+    failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
+    return conclude(
+        include,
+        Case(
+            not (Path(include) / "Python.h").is_file(),
             "warning",
-            f"no Python.h in {include}",
+            found=f"no Python.h in {include}",
             meaning="train.compile: layers and DeepSpeed's operators cannot be built",
             fix="apt-get install python3-dev, or dnf install python3-devel",
-        )
-    name = cpp_compiler(subject.environ)
-    failure = name and _compile(name, "#include <Python.h>\nint main() { return 0; }\n", f"-I{include}")
-    if failure:
-        return Finding(
+        ),
+        Case(
+            failure,
             "warning",
-            f"Python.h: {failure}",
+            found=f"Python.h: {failure}",
             meaning="Inductor cannot build its wrappers",
             fix="install the headers of exactly this Python version",
-        )
-    return Finding("ok", include, meaning="Inductor can build its wrappers")
+        ),
+        ok="Inductor can build its wrappers",
+    )
 
 
 @check("versions", "versions")
@@ -70,15 +74,24 @@ def check_versions(subject: Subject) -> Finding:
     """Check the installed versions for known problems."""
     versions = installed("torch", "transformers", *_GONE)
     shown = ", ".join(f"{name} {number}" for name, number in versions.items())
-    observed = f"Python {sys.version.split()[0]}, {shown}"
-    for package, fixed, level, meaning, version_to_install in _TRAPS:
-        numbers = re.findall(r"\d+", versions.get(package, "").partition("+")[0])[:2]
-        if numbers and tuple(map(int, numbers)) < fixed:
-            return Finding(level, observed, meaning=meaning, fix=f"install {version_to_install}")
-    for package, meaning in _GONE.items():
-        if package in versions:
-            return Finding("warning", observed, meaning=meaning, fix=f"pip uninstall {package}")
-    return Finding("ok", observed, meaning="no known trap")
+    numbers = {package: re.findall(r"\d+", versions.get(package, "").partition("+")[0])[:2] for package, *_ in _TRAPS}
+    return conclude(
+        f"Python {sys.version.split()[0]}, {shown}",
+        *(
+            Case(
+                numbers[package] and tuple(map(int, numbers[package])) < fixed,
+                level,
+                meaning,
+                fix=f"install {version_to_install}",
+            )
+            for package, fixed, level, meaning, version_to_install in _TRAPS
+        ),
+        *(
+            Case(package in versions, "warning", meaning, fix=f"pip uninstall {package}")
+            for package, meaning in _GONE.items()
+        ),
+        ok="no known trap",
+    )
 
 
 @check("deepspeed", "DeepSpeed")

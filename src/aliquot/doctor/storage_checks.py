@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from aliquot.core.small_files import flush_to_disk
-from aliquot.doctor.finding import Finding, Subject, check
+from aliquot.doctor.finding import Case, Finding, Subject, check, conclude
 from aliquot.machine.facts import mount_of
 from aliquot.machine.storage import nearest_directory
 
@@ -33,7 +33,7 @@ def check_storage(subject: Subject) -> Finding:
             durable = time.perf_counter()
             (Path(folder) / "a").rename(Path(folder) / "b")
             renamed = time.perf_counter()
-            lacks = "no locks" if not _has_locks(Path(folder) / "b") else ""
+            has_locks = _has_locks(Path(folder) / "b")
     except OSError as error:
         return Finding(
             "problem",
@@ -49,25 +49,25 @@ def check_storage(subject: Subject) -> Finding:
     demand = (
         "a checkpoint takes 12 bytes a parameter, and checkpoint.keep of them are kept, and one that is being written"
     )
-    if free < _LEAST_BYTES:
-        return Finding("problem", observed, meaning=demand, fix="free space, or choose another run.directory")
-    if free < _GOOD_BYTES:
-        return Finding("warning", observed, meaning=demand, fix="more space for models above some 500 M")
-    if durable - start > _SLOW_FSYNC_S:
-        return Finding(
+    return conclude(
+        observed,
+        Case(free < _LEAST_BYTES, "problem", demand, fix="free space, or choose another run.directory"),
+        Case(free < _GOOD_BYTES, "warning", demand, fix="more space for models above some 500 M"),
+        Case(
+            durable - start > _SLOW_FSYNC_S,
             "warning",
-            observed,
             meaning="checkpoints take long to become durable",
             fix="a faster volume; checkpoint.async hides part of it",
-        )
-    if lacks := lacks or ("locks of this machine alone" if mount.locks_are_local else ""):
-        return Finding(
+        ),
+        Case(
+            mount.locks_are_local or not has_locks,
             "warning",
-            f"{observed}, {lacks}",
+            found=f"{observed}, {'locks of this machine alone' if has_locks else 'no locks'}",
             meaning="a file that aliquot touches regularly locks the run directory, which a second run notices later",
             fix="mount with locks (Lustre: -o flock; NFS without nolock or local_lock)",
-        )
-    return Finding("ok", observed, meaning="checkpoints are synced to disk, then renamed")
+        ),
+        ok="checkpoints are synced to disk, then renamed",
+    )
 
 
 @check("storage-clock", "clock of the run directory")
@@ -83,16 +83,17 @@ def check_storage_clock(subject: Subject) -> Finding:
             skew = os.fstat(file.fileno()).st_mtime - before
     except OSError as error:
         return Finding("warning", str(error.strerror), meaning="it cannot be written", fix="see `storage`")
-    observed = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
-    if abs(skew) > _SKEW_S:
-        return Finding(
+    return conclude(
+        f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this machine's",
+        Case(
+            abs(skew) > _SKEW_S,
             "warning",
-            observed,
             meaning="times of logs and checkpoints cannot be compared between nodes; caches may seem older than they"
             " are",
             fix="run chrony or ntpd on this machine and on the file server",
-        )
-    return Finding("ok", observed, meaning="times of files agree with those of logs")
+        ),
+        ok="times of files agree with those of logs",
+    )
 
 
 def _has_locks(file: Path) -> bool:

@@ -26,7 +26,7 @@ from aliquot.distributed.ranks import Ranks, gather
 from aliquot.distributed.rendezvous import NodeGroup, single_node
 from aliquot.distributed.run_secret import SECRET_VARIABLE
 from aliquot.distributed.topology import place_rank
-from aliquot.doctor.finding import Finding, Subject, check
+from aliquot.doctor.finding import Case, Finding, Subject, check, conclude
 from aliquot.machine.cgroup import read_text
 from aliquot.machine.cpu import FLOP_PER_CYCLE, faster_precision, read_cpu
 from aliquot.machine.matmul import matmul_rate
@@ -83,17 +83,16 @@ def judge_self_test(report: dict[str, Any]) -> Finding:
             fix="see `interface`, `memory` and `versions`; a sandbox may forbid sockets or memfd_create",
         )
     wrong = sorted({name for names in report["wrong"] for name in names})
-    if wrong:
-        return Finding(
+    return conclude(
+        "sums, gathers and averages are right, by gloo, FSDP2 and shared memory",
+        Case(
+            wrong,
             "problem",
-            f"wrong: {', '.join(wrong)}",
+            found=f"wrong: {', '.join(wrong)}",
             meaning="training would continue with wrong gradients",
             fix="see `versions`; report it with `aliquot doctor --json`",
-        )
-    return Finding(
-        "ok",
-        "sums, gathers and averages are right, by gloo, FSDP2 and shared memory",
-        meaning="ranks of this machine can train together",
+        ),
+        ok="ranks of this machine can train together",
     )
 
 
@@ -113,22 +112,22 @@ def judge_matmul(report: dict[str, Any], subject: Subject) -> Finding:
         return Finding("ok", observed, meaning="the ceiling of MFU; the peak by instructions is not known for this CPU")
     per_clock = FLOP_PER_CYCLE[subject.cpu.isa[0]][name == "fp32"]
     peak = per_clock * float(clock[1]) * 1e6 * min(report["threads"], len(subject.cpu.cores))
-    observed += f"; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions"
-    if rate < _MIN_EFFICIENCY * peak:
-        return Finding(
+    return conclude(
+        f"{observed}; {name} is {100 * rate / peak:.0f} % of {peak / 1e9:.0f} by clock and instructions",
+        Case(
+            rate < _MIN_EFFICIENCY * peak,
             "warning",
-            observed,
             meaning="the ceiling of every step: cores are shared with other work, throttled, or run slower kernels",
             fix="see `kernels`, `cores` and `threads`; end other work; on a shared host choose a larger instance",
-        )
-    if name == "bf16" and bf16 < fp32:
-        return Finding(
+        ),
+        Case(
+            name == "bf16" and bf16 < fp32,
             "warning",
-            observed,
             meaning="bf16 is slower than fp32 here",
             fix="see `kernels`; or set train.precision=fp32",
-        )
-    return Finding("ok", observed, meaning="the ceiling of MFU")
+        ),
+        ok="the ceiling of MFU",
+    )
 
 
 def main() -> None:
