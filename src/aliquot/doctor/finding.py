@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def conclude(found: str, *cases: Case, ok: str) -> Finding:
-    """Return the finding of the first case that applies to the state `found`, or else level ok with the meaning `ok`."""
+    """Return the finding of the first case that applies to the state `found`. If none does, all is `ok`."""
     case = next((case for case in cases if case.applies), Case(True, "ok", ok))
     return Finding(case.level, found if case.found is None else case.found, case.meaning, case.fix)
 
