@@ -50,9 +50,13 @@ def ask_account(manifests: Sequence[ManifestObject], section: ClusterSection | N
             account.findings.extend(ask_resources(session, section))
         return account.findings
     except BotoCoreError as error:
-        message = f"no answer: {' '.join(str(error).split())}"
         return [
-            finding("permission", "AWS", message, "run `aws configure`, or check on a machine that has credentials")
+            finding(
+                "permission",
+                "AWS",
+                f"no answer: {' '.join(str(error).split())}",
+                "run `aws configure`, or check on a machine that has credentials",
+            )
         ]
 
 
@@ -103,9 +107,14 @@ def _node_class(
     yield from _addresses(node_class, subnets or [], manifests)
     zones = {subnet["AvailabilityZone"] for subnet in subnets or []}
     for pool in select_kinds(manifests, "NodePool"):
-        for zone in pool_view(pool).values(ZONE):
-            if zones and zone not in zones:
-                yield finding("subnet", pool, f"none of its subnets is in {zone}", f"one of {', '.join(sorted(zones))}")
+        fix = f"one of {', '.join(sorted(zones))}"
+        yield from failures(
+            pool,
+            *(
+                Check(zones and zone not in zones, "subnet", f"none of its subnets is in {zone}", fix)
+                for zone in pool_view(pool).values(ZONE)
+            ),
+        )
 
 
 def _addresses(
@@ -117,13 +126,15 @@ def _addresses(
     usable = [subnet for subnet in subnets if not zones or subnet["AvailabilityZone"] in zones]
     free = sum(int(subnet.get("AvailableIpAddressCount", 0)) for subnet in usable)
     nodes = max((view.nodes for view in job_views(manifests)), default=0)
-    if usable and free < nodes * _ADDRESSES_A_NODE:
-        yield finding(
+    return failures(
+        node_class,
+        Check(
+            usable and free < nodes * _ADDRESSES_A_NODE,
             "addresses",
-            node_class,
             f"{nodes} nodes take about {nodes * _ADDRESSES_A_NODE} addresses, and {free} are free",
             "a larger subnet, or WARM_IP_TARGET of the VPC CNI",
-        )
+        ),
+    )
 
 
 def _open_among_nodes(
@@ -137,30 +148,33 @@ def _open_among_nodes(
     last = groups[-1]["GroupId"]
     for direction, rules in (("ingress", "IpPermissions"), ("egress", "IpPermissionsEgress")):
         any_address = direction == "egress" and not needs_efa
-        if any(_allows_itself(group, groups, rules, any_address=any_address) for group in groups):
-            continue
         pair = f"IpProtocol=-1,UserIdGroupPairs=[{{GroupId={last}}}]"
         message = f"{names}: no {direction} rule allows all traffic among the nodes"
-        yield finding(
-            "security-group",
+        yield from failures(
             node_class,
-            f"{message}{', which EFA needs' if needs_efa else ''}",
-            f"aws ec2 authorize-security-group-{direction} --group-id {last} --ip-permissions '{pair}'",
+            Check(
+                not any(_allows_itself(group, groups, rules, any_address=any_address) for group in groups),
+                "security-group",
+                f"{message}{', which EFA needs' if needs_efa else ''}",
+                f"aws ec2 authorize-security-group-{direction} --group-id {last} --ip-permissions '{pair}'",
+            ),
         )
 
 
 def _lustre(groups: Sequence[dict[str, Any]], where: str) -> Iterator[RuleFinding]:
-    directions = ("IpPermissions", False), ("IpPermissionsEgress", True)
-    if not all(
+    is_open = all(
         any(_allows_itself(group, groups, rules, _LUSTRE_PORT, any_address) for group in groups)
-        for rules, any_address in directions
-    ):
-        yield finding(
+        for rules, any_address in (("IpPermissions", False), ("IpPermissionsEgress", True))
+    )
+    return failures(
+        where,
+        Check(
+            not is_open,
             "security-group",
-            where,
             f"TCP {_LUSTRE_PORT} is not open in both directions among the nodes and the file system",
             "all traffic from the group itself, or TCP 988 and 1018-1023",
-        )
+        ),
+    )
 
 
 def _tag_filters(term: dict[str, Any]) -> list[dict[str, Any]]:

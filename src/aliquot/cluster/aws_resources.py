@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from aliquot.catalogue.instances import InstanceType, instance
-from aliquot.cluster.findings import Check, Level, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.manifests import dig, listed, mapping
 from aliquot.cluster.quantity import GIB
 from aliquot.cluster.storage_fields import TOO_OLD_LUSTRE
@@ -66,40 +66,39 @@ def refusal(error: Any, rule: str, where: object) -> RuleFinding:
 def _quota(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     client = session.client("service-quotas")
     ec2 = instance(section.instance_types[0])
-    for capacity in section.capacity:
-        code = _quota_code(ec2, capacity)
-        if code is None:
-            continue
-        value = client.get_service_quota(ServiceCode="ec2", QuotaCode=code)["Quota"]["Value"]
-        needed = section.most_nodes * ec2.vcpus
-        if value < needed:
-            nodes = f"{section.most_nodes} x {ec2.name}"
-            yield finding(
+    codes, needed = _quota_codes(ec2), section.most_nodes * ec2.vcpus
+    for capacity in (capacity for capacity in section.capacity if capacity in codes):
+        value = client.get_service_quota(ServiceCode="ec2", QuotaCode=codes[capacity])["Quota"]["Value"]
+        yield from failures(
+            "cluster.instance_types",
+            Check(
+                value < needed,
                 "vcpu-quota",
-                "cluster.instance_types",
-                f"{nodes} have {needed} vCPUs; the account may run {value:g} ({capacity})",
-                f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {code}"
+                f"{section.most_nodes} x {ec2.name} have {needed} vCPUs; the account may run {value:g} ({capacity})",
+                f"aws service-quotas request-service-quota-increase --service-code ec2 --quota-code {codes[capacity]}"
                 f" --desired-value {2 * needed}",
-            )
+            ),
+        )
 
 
-def _quota_code(ec2: InstanceType, capacity: str) -> str | None:
-    """Return the code of the quota that nodes count against; None for reservations and rare families."""
+def _quota_codes(ec2: InstanceType) -> dict[str, str]:
+    """Return the code of the quota that nodes count against by capacity type; none for reservations, rare families."""
     if ec2.family.startswith(("hpc", "trn", "inf", "dl", "vt", "u")):
-        return None
-    codes = _VCPU_QUOTAS.get(ec2.family[0], {}) | ({"spot": _P5_SPOT} if ec2.family.startswith("p5") else {})
-    return codes.get(capacity)
+        return {}
+    return _VCPU_QUOTAS.get(ec2.family[0], {}) | ({"spot": _P5_SPOT} if ec2.family.startswith("p5") else {})
 
 
 def _role(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     role = session.client("iam").get_role(RoleName=section.node_role)["Role"]
-    if "ec2.amazonaws.com" not in str(role.get("AssumeRolePolicyDocument")):
-        yield finding(
+    return failures(
+        "cluster.node_role",
+        Check(
+            "ec2.amazonaws.com" not in str(role.get("AssumeRolePolicyDocument")),
             "aws-resource",
-            "cluster.node_role",
             f"{section.node_role} is no role for EC2, so nodes cannot take it",
             "KarpenterNodeRole-CLUSTER",
-        )
+        ),
+    )
 
 
 def _node_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -110,13 +109,15 @@ def _node_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
     kind = "nvidia" if instance(section.instance_types[0]).gpus else "standard"
     name = f"amazon-eks-node-al2023-{arch}-{kind}-*-{version}"
     answer = session.client("ec2").describe_images(Owners=["amazon"], Filters=[{"Name": "name", "Values": [name]}])
-    if not answer["Images"]:
-        yield finding(
+    yield from failures(
+        "cluster.ami",
+        Check(
+            not answer["Images"],
             "aws-resource",
-            "cluster.ami",
             f"no image of Amazon is named {name}",
             f"aws ec2 describe-images --owners amazon --filters 'Name=name,Values={name.removesuffix(version)}*'",
-        )
+        ),
+    )
 
 
 def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -133,25 +134,29 @@ def _container_image(session: Any, section: ClusterSection) -> Iterator[RuleFind
         return [mapping(json.loads(item.get("imageManifest") or "{}")) for item in answer["images"]]
 
     images = read({"imageDigest": digest} if digest else {"imageTag": tag or "latest"})
-    if not images:
-        yield finding(
+    yield from failures(
+        "cluster.image",
+        Check(
+            not images,
             "aws-resource",
-            "cluster.image",
             f"{section.image} is not in the registry",
             f"docker build --platform linux/amd64 ... -t {section.image} . && docker push {section.image}",
-        )
+        ),
+    )
     arch = instance(section.instance_types[0]).arch
     for image in images:
         digests = {dig(item, "platform", "architecture"): item.get("digest") for item in listed(image.get("manifests"))}
         architectures = digests.keys() - {None, "unknown"}
-        if architectures and arch not in architectures:
-            yield finding(
+        yield from failures(
+            "cluster.image",
+            Check(
+                architectures and arch not in architectures,
                 "aws-resource",
-                "cluster.image",
                 f"{section.image} is built for {', '.join(sorted(architectures))}, the nodes are {arch}",
                 f"docker build --platform linux/{arch}",
-            )
-        elif digests.get(arch):  # an index refers to a manifest of each architecture
+            ),
+        )
+        if digests.get(arch):  # an index refers to a manifest of each architecture
             image = next(iter(read({"imageDigest": digests[arch]})), {})
         image_bytes = sum(layer.get("size", 0) for layer in listed(image.get("layers")))
         yield from _pulls(session, section, image_bytes, f"com.amazonaws.{region}.s3")
@@ -163,14 +168,16 @@ def _pulls(session: Any, section: ClusterSection, image_bytes: int, service: str
     if total < _MUCH_PULLED_BYTES:
         return
     filters = [{"Name": "service-name", "Values": [service]}, {"Name": "vpc-endpoint-state", "Values": ["available"]}]
-    if not session.client("ec2").describe_vpc_endpoints(Filters=filters)["VpcEndpoints"]:
-        message = f"{section.most_nodes} nodes pull {image_bytes / GIB:.1f} GiB each, {total / GIB:,.0f} GiB together"
-        yield finding(
+    yield from failures(
+        "cluster.image",
+        Check(
+            not session.client("ec2").describe_vpc_endpoints(Filters=filters)["VpcEndpoints"],
             "image-pull",
-            "cluster.image",
-            f"{message}, and no VPC endpoint leads to S3",
+            f"{section.most_nodes} nodes pull {image_bytes / GIB:.1f} GiB each, {total / GIB:,.0f} GiB together, and no"
+            " VPC endpoint leads to S3",
             f"aws ec2 create-vpc-endpoint --vpc-id VPC --service-name {service} --route-table-ids TABLES",
-        )
+        ),
+    )
 
 
 def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
@@ -179,13 +186,18 @@ def _placement(session: Any, section: ClusterSection) -> Iterator[RuleFinding]:
         return
     names = {"GroupIds" if group.startswith("pg-") else "GroupNames": [group]}
     for answer in session.client("ec2").describe_placement_groups(**names)["PlacementGroups"]:
-        if (strategy := answer.get("Strategy")) != "cluster":
-            message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
-            message += "; it takes at most 7 nodes of a zone" if strategy == "spread" else ""
-            level: Level = "error" if strategy == "spread" and section.most_nodes > 7 else "warning"
-            yield finding(
-                "aws-resource", "cluster.placement_group", message, "a group with the strategy cluster", level
-            )
+        strategy = answer.get("Strategy")
+        message = f"{group} has the strategy {strategy}, which does not bring nodes close to each other"
+        yield from failures(
+            "cluster.placement_group",
+            Check(
+                strategy != "cluster",
+                "aws-resource",
+                f"{message}{'; it takes at most 7 nodes of a zone' if strategy == 'spread' else ''}",
+                "a group with the strategy cluster",
+                "error" if strategy == "spread" and section.most_nodes > 7 else "warning",
+            ),
+        )
 
 
 _INDEXES = ["application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json"]
@@ -207,8 +219,8 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
             "throughput_mb_per_tib": (storage.throughput_mb_per_tib, lustre.get("PerUnitStorageThroughput")),
         }
         for key, (written, value) in facts.items():
-            if value is not None and written != value:
-                yield finding("aws-resource", f"{where}.{key}", f"{written}, but FSx says {value}", f"{key}: {value}")
+            is_other, message = value not in (None, written), f"{written}, but FSx says {value}"
+            yield from failures(f"{where}.{key}", Check(is_other, "aws-resource", message, f"{key}: {value}"))
         yield from failures(
             where,
             Check(
@@ -222,7 +234,5 @@ def _file_system(session: Any, section: ClusterSection) -> Iterator[RuleFinding]
         if section.zone is not None and (subnets := actual.get("SubnetIds")):
             known = session.client("ec2").describe_subnets(SubnetIds=subnets[:1])["Subnets"]
             zone = known[0]["AvailabilityZone"] if known else section.zone
-            if zone != section.zone:
-                yield finding(
-                    "aws-resource", "cluster.zone", f"{section.zone}, but the file system is in {zone}", f"zone: {zone}"
-                )
+            message = f"{section.zone}, but the file system is in {zone}"
+            yield from failures("cluster.zone", Check(zone != section.zone, "aws-resource", message, f"zone: {zone}"))

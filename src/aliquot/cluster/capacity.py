@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 
 from aliquot.catalogue.instances import InstanceType, kubelet_memory_bytes
-from aliquot.cluster.findings import RuleFinding, did_you_mean, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import EFA, GPU
 from aliquot.cluster.job_view import JobView
-from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
+from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
 from aliquot.cluster.node_pool_view import (
     CAPACITY,
     POOL_NAME,
@@ -64,13 +64,15 @@ def check_quota(job: JobView, name: object, hard: dict[str, Any], used: dict[str
     """Compare a job with a ResourceQuota: its limits, and the amounts that other pods use."""
     needs = {key: amount + (parse(used.get(key)) or 0) for key, amount in needs_of_job(job).items()}
     in_use = ", with what is in use" if used else ""
-    for shortage in shortages(needs, hard):
-        yield finding(
+    return (
+        finding(
             "quota",
             job.manifest,
             f"{job.nodes} nodes need {shortage} in ResourceQuota {name}{in_use}",
             "a larger quota, or fewer nodes",
         )
+        for shortage in shortages(needs, hard)
+    )
 
 
 def check_admission(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
@@ -79,18 +81,17 @@ def check_admission(job: JobView, manifests: Sequence[ManifestObject]) -> Iterat
     for quota in select_kinds(nearby, "ResourceQuota"):
         yield from check_quota(job, quota.name, mapping(quota.get("spec", "hard")), {})
     for limit_range in select_kinds(nearby, "LimitRange"):
-        for item in limit_range.items("spec", "limits"):
-            for shortage in (
-                shortages(job.requested, mapping(item.get("max")))
-                if item.get("type") != "PersistentVolumeClaim"
-                else ()
-            ):
-                yield finding(
-                    "quota",
-                    job.manifest,
-                    f"a pod needs {shortage} in LimitRange {limit_range.name}",
-                    "a larger limit in the namespace",
-                )
+        limits = [item for item in limit_range.items("spec", "limits") if item.get("type") != "PersistentVolumeClaim"]
+        yield from (
+            finding(
+                "quota",
+                job.manifest,
+                f"a pod needs {shortage} in LimitRange {limit_range.name}",
+                "a larger limit in the namespace",
+            )
+            for item in limits
+            for shortage in shortages(job.requested, mapping(item.get("max")))
+        )
     cluster_queues = {item.name: item for item in select_kinds(manifests, "ClusterQueue")}
     for queue in (item for item in select_kinds(nearby, "LocalQueue") if item.name == job.queue and cluster_queues):
         if (name := str(queue.get("spec", "clusterQueue"))) in cluster_queues:
@@ -108,30 +109,32 @@ def _queue(job: JobView, queue: ManifestObject) -> Iterator[RuleFinding]:
     needs = {name: job.requested[name] * job.nodes for name in job.requested} | {"pods": Fraction(job.nodes)}
     groups = queue.items("spec", "resourceGroups")
     covered = {str(name) for group in groups for name in listed(group.get("coveredResources"))}
-    for name in sorted(job.requested.keys() - covered):
-        yield finding(
+    yield from (
+        finding(
             "queue",
             queue,
             f"the pods ask for {name}, which no resource group of the queue covers: Kueue never admits the job",
             f"{name} in coveredResources, and its nominalQuota in each flavor",
         )
+        for name in sorted(job.requested.keys() - covered)
+    )
     if queue.get("spec", "cohort") or queue.get("spec", "cohortName"):
         return  # the queue may borrow what the others of its cohort do not use
     for group in groups:
-        reasons: list[list[str]] = []
-        for flavor in map(mapping, listed(group.get("flavors"))):
-            quotas = {
-                str(mapping(item).get("name")): mapping(item).get("nominalQuota")
-                for item in listed(flavor.get("resources"))
-            }
-            reasons.append(list(shortages(needs, quotas)))
-        if reasons and all(reasons):
-            yield finding(
+        quotas = [
+            {str(item.get("name")): item.get("nominalQuota") for item in mappings(flavor, "resources")}
+            for flavor in mappings(group, "flavors")
+        ]
+        reasons = [list(shortages(needs, quota_by_name)) for quota_by_name in quotas]
+        yield from failures(
+            queue,
+            Check(
+                reasons and all(reasons),
                 "queue",
-                queue,
-                f"{job.nodes} nodes need {'; '.join(min(reasons))}: Kueue never admits the job",
+                f"{job.nodes} nodes need {'; '.join(min(reasons, default=()))}: Kueue never admits the job",
                 "a nominalQuota for all pods of the job, or fewer nodes",
-            )
+            ),
+        )
 
 
 def kubelet_settings(node_class: ManifestObject | None) -> dict[str, Any]:
@@ -236,13 +239,15 @@ def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -
     smallest = {"cpu": min(item.vcpus for item in fitting), "memory": min(item.memory_bytes for item in fitting)}
     smallest |= {GPU: min(item.gpus for item in fitting), "nodes": 1}
     needs = {name: Fraction(job.nodes * amount) for name, amount in smallest.items()}
-    for shortage in shortages(needs, mapping(pool.manifest.get("spec", "limits"))):
-        yield finding(
+    yield from (
+        finding(
             "pool-limit",
             pool.manifest,
             f"{job.nodes} nodes need {shortage} in spec.limits",
             "limits of at least nodes x size, or none",
         )
+        for shortage in shortages(needs, mapping(pool.manifest.get("spec", "limits")))
+    )
 
 
 def selects(job: JobView, pool: PoolView) -> bool:

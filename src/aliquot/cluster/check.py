@@ -59,7 +59,7 @@ def check_manifests(
     twins = [(view, job or rendered_job(view, manifests)) for view in views]
     groups: list[Iterable[RuleFinding]] = [
         _check_schemas(manifests, known),
-        _check_fields(manifests),
+        *(judge_fields(_FIELDS.get(item.kind, ()), item.get(), item) for item in manifests),
         *(check_pool(pool, any(twin is not None and survives_spot(twin) for _, twin in twins)) for pool in pools),
         *(check_node_class(node_class, pools) for node_class in select_kinds(manifests, "EC2NodeClass")),
         check_storage(views, manifests),
@@ -75,11 +75,6 @@ def check_manifests(
         *(check_config(twin) for _, twin in twins if twin is not None),
     ]
     return errors_first([item for group in groups for item in group])
-
-
-def _check_fields(manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
-    for manifest in manifests:
-        yield from judge_fields(_FIELDS.get(manifest.kind, ()), manifest.get(), manifest)
 
 
 def check_job_of_config(job: Job, crds: Sequence[KindSchema] = ()) -> list[RuleFinding]:
@@ -99,13 +94,15 @@ def _check_schemas(manifests: Sequence[ManifestObject], known: Sequence[KindSche
     fields counts, because only the fields tell for which version an object was written.
     """
     missing = [name for module, name in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        yield finding(
+    yield from failures(
+        "schemas",
+        Check(
+            missing,
             "not-judged",
-            "schemas",
             f"no object was checked against its schema: {' and '.join(missing)} are not installed",
             "pip install 'aliquot[cluster]'",
-        )
+        ),
+    )
     for manifest in manifests:
         api_version, kind = manifest.document.get("apiVersion"), manifest.document.get("kind")
         has_version = isinstance(api_version, str) and _API_VERSION.match(api_version)
@@ -137,8 +134,10 @@ def _judged(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[R
         if core is None or not (candidates or is_core(group)):
             yield from _unknown(manifest, known)
         violations_found, source = core or [], f"Kubernetes {KUBERNETES}"
-    for violation in violations_found:
-        yield finding(violation.rule, manifest, f"{violation.message} ({source})", violation.fix)
+    yield from (
+        finding(violation.rule, manifest, f"{violation.message} ({source})", violation.fix)
+        for violation in violations_found
+    )
 
 
 def _unknown(manifest: ManifestObject, known: Sequence[KindSchema]) -> Iterator[RuleFinding]:

@@ -146,23 +146,29 @@ def check_invariants(view: JobView, job: Job | None, manifests: Sequence[Manifes
     """Check a job against what every run needs, and against its rendered twin if `job` is known."""
     yield from judge_fields(_POD, view.pod, view.manifest)
     yield from _signals(view)
-    for name, value in view.variables.items():
-        for names, breaks, rule, fix in _VARIABLES:
-            if re.fullmatch(names, name) and breaks(value, view, job):
-                yield finding(rule, view.manifest, f"env {name} is {value!r}", fix)
+    yield from failures(
+        view.manifest,
+        *(
+            Check(re.fullmatch(names, name) and breaks(value, view, job), rule, f"env {name} is {value!r}", fix)
+            for name, value in view.variables.items()
+            for names, breaks, rule, fix in _VARIABLES
+        ),
+    )
     if job is not None:
         rendered = parsed(job)
         (twin,) = job_views(rendered)
         for compare in (_failures, _amounts, _volumes, _environment):
             yield from compare(view, twin)
         yield from _absent(view, twin, rendered, manifests)
-        if job.section.is_elastic and view.runtime is not None and view.runtime.get("spec", "podGroupPolicy"):
-            yield finding(
+        yield from failures(
+            view.runtime,
+            Check(
+                job.section.is_elastic and view.runtime is not None and view.runtime.get("spec", "podGroupPolicy"),
                 "failure-rules",
-                view.runtime,
                 f"cluster.nodes is {job.section.nodes}, and podGroupPolicy waits for all {view.nodes} nodes",
                 "no podGroupPolicy, or a fixed number of nodes",
-            )
+            ),
+        )
 
 
 def _signals(view: JobView) -> Iterator[RuleFinding]:
@@ -221,16 +227,18 @@ def _failures(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         (f"if a pod {event}, the reaction", *(reaction(item.runtime, code, disrupted) for item in (view, twin)))
         for event, code, disrupted in _ENDS
     ]
-    for what, actual, rendered in rows:
-        if actual != rendered and view.runtime is not None:
-            yield finding(
-                "failure-rules",
-                view.runtime,
-                f"{what} is {actual}; aliquot renders {rendered}",
-                "podFailurePolicy, successPolicy and failurePolicy as `render` writes them: the first rule that matches"
-                " counts",
-            )
-            return
+    differing = [(what, actual, rendered) for what, actual, rendered in rows if actual != rendered]
+    return (
+        finding(
+            "failure-rules",
+            view.runtime,
+            f"{what} is {actual}; aliquot renders {rendered}",
+            "podFailurePolicy, successPolicy and failurePolicy as `render` writes them: the first rule that matches"
+            " counts",
+        )
+        for what, actual, rendered in differing[:1]
+        if view.runtime is not None
+    )
 
 
 def _amounts(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
@@ -238,13 +246,15 @@ def _amounts(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
     for name, amount in twin.requested.items():
         rule, enough = _AMOUNTS.get(name, ("resource-amount", 1))
         actual = view.requested.get(name, Fraction(0))
-        if actual < amount * enough:
-            yield finding(
+        yield from failures(
+            view.manifest,
+            Check(
+                actual < amount * enough,
                 rule,
-                view.manifest,
                 f"{shown(name, actual)} requested; aliquot renders {shown(name, amount)}",
                 "the rendered amount, or render again for other nodes",
-            )
+            ),
+        )
 
 
 def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
@@ -255,14 +265,16 @@ def _volumes(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
         size, least = (parse(item.get("sizeLimit")) or Fraction(0) for item in (actual, rendered))
         is_own = mount.get("mountPath") == path and not mount.get("readOnly")
         is_as_rendered = actual.get("medium") == rendered.get("medium") and (size or least) >= least
-        if rendered and not (is_own and is_as_rendered):  # `check_mounted_config` checks claims and the config
-            volume_text = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
-            yield finding(
+        volume_text = f"emptyDir {actual}" if is_own else "no volume that the trainer can write to"
+        yield from failures(
+            view.manifest,
+            Check(
+                rendered and not (is_own and is_as_rendered),  # `check_mounted_config` checks claims and the config
                 "shm" if path == SHM else "scratch",
-                view.manifest,
                 f"{path} has {volume_text}; aliquot renders emptyDir {rendered}",
                 f"the rendered volume, and its volumeMount at {path}",
-            )
+            ),
+        )
 
 
 def _environment(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
@@ -270,13 +282,15 @@ def _environment(view: JobView, twin: JobView) -> Iterator[RuleFinding]:
     written = {item.get("name"): item.get("valueFrom") or item.get("value") for item in view.env}
     for item in twin.env:
         name, rendered = item["name"], item.get("valueFrom") or item.get("value")
-        if written.get(name) != rendered and not re.fullmatch(_FREE_VARIABLES, name):
-            yield finding(
+        yield from failures(
+            view.manifest,
+            Check(
+                written.get(name) != rendered and not re.fullmatch(_FREE_VARIABLES, name),
                 "environment",
-                view.manifest,
                 f"env {name} is {written.get(name, 'missing')}; aliquot renders {rendered}",
                 "the rendered variable, or change the run's config",
-            )
+            ),
+        )
 
 
 def _absent(
@@ -284,36 +298,44 @@ def _absent(
 ) -> Iterator[RuleFinding]:
     """Report what is rendered or named by the config, but is neither among the manifests nor named by the pods."""
     present = {(item.kind, item.name) for item in manifests}
-    for item in select_kinds(rendered, "NodePool", "NetworkPolicy", "Job"):
-        if (item.kind, item.name) not in present:
-            yield finding(
+    yield from failures(
+        view.manifest,
+        *(
+            Check(
+                (item.kind, item.name) not in present,
                 "not-applied",
-                view.manifest,
                 f"{item.kind}/{item.name} is rendered for this job, and not among the manifests",
                 "its file, also in kustomization.yaml",
             )
+            for item in select_kinds(rendered, "NodePool", "NetworkPolicy", "Job")
+        ),
+    )
     for item in select_kinds(rendered, *_RENDERED_FIELDS):
         for edited in (other for other in select_kinds(manifests, item.kind) if other.name == item.name):
             for path in _RENDERED_FIELDS[item.kind]:
                 actual, planned = (dig(manifest.get("spec"), *path.split("/")) for manifest in (edited, item))
-                if actual != planned:
-                    yield finding(
+                yield from failures(
+                    edited,
+                    Check(
+                        actual != planned,
                         "rendered-field",
-                        edited,
                         f"spec/{path} has {_difference(actual, planned)}; rendered: {_difference(planned, actual)}",
                         "the rendered value, or change the section `cluster` of the config and render again",
-                    )
+                    ),
+                )
     names = dict.fromkeys(references(view))
     for kind, name in references(twin):
-        if (kind, name) not in present | names.keys() and kind in ("PersistentVolumeClaim", *_NAMED_KINDS):
-            others = [other for other_kind, other in names if other_kind == kind]
-            yield finding(
+        others = [other for other_kind, other in names if other_kind == kind]
+        yield from failures(
+            view.manifest,
+            Check(
+                (kind, name) not in present | names.keys() and kind in ("PersistentVolumeClaim", *_NAMED_KINDS),
                 "reference",
-                view.manifest,
                 f"the config names {kind}/{name}, and the pods {', '.join(others) or 'none'}",
                 f"{name}, or change the run's config",
                 "warning",
-            )
+            ),
+        )
 
 
 def _difference(value: Any, other: Any) -> Any:

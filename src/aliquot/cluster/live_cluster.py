@@ -143,9 +143,11 @@ def _operators(kubectl: Kubectl, manifests: Sequence[ManifestObject]) -> Iterato
     needed = {str(item.document.get("apiVersion")).partition("/")[0] for item in manifests}
     policies = (mapping(item.get("spec", "podGroupPolicy")) for item in manifests)
     needed |= {_POD_GROUPS[name] for policy in policies for name in policy if name in _POD_GROUPS}
-    for group, (name, where) in _OPERATORS.items():
-        if group in needed and group not in groups:
-            yield finding("operator", group, f"{name} is not installed", f"install it: {where}")
+    yield from (
+        finding("operator", group, f"{name} is not installed", f"install it: {where}")
+        for group, (name, where) in _OPERATORS.items()
+        if group in needed - groups
+    )
     yield from check_versions(operator_versions(kubectl.get("deployments", "--all-namespaces")), manifests)
 
 

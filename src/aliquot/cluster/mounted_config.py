@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from aliquot.cluster.findings import Check, Level, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, select_kinds
 from aliquot.cluster.pod import RENDERED_FILE
@@ -78,15 +78,16 @@ def _planned_config(config_map: ManifestObject, config: RunConfig) -> Iterator[R
             value, former = dig(now, section, key), dig(before, section, key)
             if value not in ("auto", former) and re.fullmatch(f"{_PLANNED}|{_TIMED}", f"{section}.{key}"):
                 changed[f"{section}.{key}"] = f"{section}.{key} is {value}, and was planned as {former}"
-    if changed:
-        level: Level = "error" if any(re.fullmatch(_PLANNED, key) for key in changed) else "warning"
-        yield finding(
+    return failures(
+        config_map,
+        Check(
+            changed,
             "planned-config",
-            config_map,
             "; ".join(changed.values()),
             "change the run's config, and render again",
-            level,
-        )
+            "error" if any(re.fullmatch(_PLANNED, key) for key in changed) else "warning",
+        ),
+    )
 
 
 def _key(mount: dict[str, Any], volume: dict[str, Any], path: str) -> str:

@@ -85,26 +85,30 @@ def check_pool(pool: PoolView, saves: bool) -> Iterator[RuleFinding]:
     yield from _names(pool)
     yield from _types(pool)
     yield from _sold(pool)
-    if "spot" in pool.capacities and not saves:
-        yield finding(
+    yield from failures(
+        pool.manifest,
+        Check(
+            "spot" in pool.capacities and not saves,
             "spot",
-            pool.manifest,
             "capacity type spot is allowed",
             "save often (checkpoint.every) and leave checkpoint.resume: auto, or use on-demand only",
-        )
+        ),
+    )
 
 
 def check_node_class(node_class: ManifestObject, pools: Sequence[PoolView]) -> Iterator[RuleFinding]:
     yield from _drivers(node_class, [pool for pool in pools if pool.node_class_name == node_class.name])
     mappings, device = node_class.items("spec", "blockDeviceMappings"), root_device(node_class)
     is_mapped = any(item.get("rootVolume") or item.get("deviceName") == device for item in mappings)
-    if mappings and device and not is_mapped:
-        yield finding(
+    yield from failures(
+        node_class,
+        Check(
+            mappings and device and not is_mapped,
             "volume-size",
-            node_class,
             f"no mapping is of {device}, the disk of the pods, which keeps its default size",
             f"deviceName: {device}",
-        )
+        ),
+    )
 
 
 def _names(pool: PoolView) -> Iterator[RuleFinding]:
@@ -130,26 +134,27 @@ def _types(pool: PoolView) -> Iterator[RuleFinding]:
     for requirement in pool.requirements:
         key, least = str(requirement.get("key")), requirement.get("minValues")
         values = {labels[key] for labels in map(type_labels, types) if key in labels}
-        if isinstance(least, int) and values and len(values) < least:
-            yield finding(
+        yield from failures(
+            pool.manifest,
+            Check(
+                isinstance(least, int) and values and len(values) < least,
                 "no-type-left",
-                pool.manifest,
                 f"the types of the pool have {count_of(len(values), 'value')} of {key}, and minValues is {least}",
                 "no minValues, or more types",
-            )
-    if len({(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}) > 1:
-        ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
-        small, large = (f"{end.name} ({end.vcpus} vCPU, {end.memory_bytes >> 30} GiB)" for end in ends)
-        yield finding(
-            "unequal-nodes",
-            pool.manifest,
-            f"{len(types)} types from {small} to {large}",
-            f"one size a pool: `{TYPE} In [...]` with types that are alike",
+            ),
         )
+    ends = [choose(types, key=lambda node_type: node_type.memory_bytes) for choose in (min, max)]
+    small, large = (f"{end.name} ({end.vcpus} vCPU, {end.memory_bytes >> 30} GiB)" for end in ends)
     amx_wanted = any(taint.get("key") == AMX_TAINT for taint in pool.taints) or "amx" in pool.manifest.name
     without_amx = [node_type.name for node_type in types if not node_type.amx]
     yield from failures(
         pool.manifest,
+        Check(
+            len({(node_type.vcpus, node_type.memory_bytes, node_type.gpus) for node_type in types}) > 1,
+            "unequal-nodes",
+            f"{len(types)} types from {small} to {large}",
+            f"one size a pool: `{TYPE} In [...]` with types that are alike",
+        ),
         Check(
             amx_wanted and without_amx,
             "no-amx",

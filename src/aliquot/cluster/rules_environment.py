@@ -151,23 +151,24 @@ def _network(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[Rule
     ]
     for policy in policies:
         for direction, needs in (("Egress", "the hub and other ranks"), ("Ingress", "other ranks")):
-            if direction not in listed(policy.get("spec", "policyTypes")):
-                continue
+            is_restricted = direction in listed(policy.get("spec", "policyTypes"))
             rules = [rule for other in policies for rule in other.items("spec", direction.lower())]
-            if all(rule.get("ports") for rule in rules):
-                yield finding(
+            is_open = any(not rule.get("ports") for rule in rules)
+            yield from failures(
+                policy,
+                Check(
+                    is_restricted and not is_open,
                     "network-policy",
-                    policy,
                     f"no policy of the job's pods opens {direction.lower()} on all ports, and the pods need {needs}",
                     f"a policy with an {direction.lower()} rule for the job's pods",
-                )
-            elif direction == "Egress" and not any(map(_opens_dns, rules)):
-                yield finding(
+                ),
+                Check(
+                    is_restricted and is_open and direction == "Egress" and not any(map(_opens_dns, rules)),
                     "name-resolution",
-                    policy,
                     "no egress rule of the job's pods reaches DNS",
                     "an egress rule for port 53 (UDP and TCP) to the namespace kube-system",
-                )
+                ),
+            )
 
 
 def _opens_dns(rule: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from aliquot.cluster.fields import Field, none_of, one_of
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures
 from aliquot.cluster.job import EFA, GPU, Job
 from aliquot.cluster.job_view import NODE, JobView, job_specs, patches
 from aliquot.cluster.manifests import dig, listed, mapping
@@ -296,11 +296,13 @@ def _deadline(job: JobView, plan: Plan | None) -> Iterator[RuleFinding]:
     specs = [dig(spec, *path) for _, spec in job_specs(job.runtime) for path in ((), ("template", "spec"))]
     for spec in [job.manifest.get("spec"), *specs]:
         seconds = mapping(spec).get(_DEADLINE)
-        if isinstance(seconds, int) and (plan is None or not plan.steps or seconds < plan.total_s):
-            takes = f"; the plan takes {plan.total_s:.0f} s" if plan is not None and plan.steps else ""
-            yield finding(
+        takes = f"; the plan takes {plan.total_s:.0f} s" if plan is not None and plan.steps else ""
+        yield from failures(
+            job.manifest,
+            Check(
+                isinstance(seconds, int) and (plan is None or not plan.steps or seconds < plan.total_s),
                 "deadline",
-                job.manifest,
                 f"{_DEADLINE} ends the job after {seconds} s{takes}",
                 f"leave {_DEADLINE} out, or set it far above the duration of the run",
-            )
+            ),
+        )

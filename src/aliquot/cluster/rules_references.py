@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from aliquot.cluster.fields import values
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 
@@ -63,13 +63,15 @@ def _keys(job: JobView, manifests: Sequence[ManifestObject]) -> Iterator[RuleFin
                 item for item in select_kinds(manifests, kind) if item.name == name and not reference.get("optional")
             ):
                 known = [str(word) for part in ("data", "stringData", "binaryData") for word in mapping(item.get(part))]
-                if str(key) not in known:
-                    yield finding(
+                yield from failures(
+                    job.manifest,
+                    Check(
+                        str(key) not in known,
                         "reference",
-                        job.manifest,
                         f"env {variable.get('name')} takes {key!r} of {kind}/{name}, which has {', '.join(known)}",
                         did_you_mean(key, known, "a key that it has", 0.0),
-                    )
+                    ),
+                )
 
 
 def _reference(

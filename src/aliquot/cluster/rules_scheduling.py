@@ -35,15 +35,17 @@ def check_together(
         return
     tolerated = [pool for pool in chosen if not _untolerated(job, pool)]
     if not tolerated:
-        for pool in chosen:
-            for taint in _untolerated(job, pool):
-                yield finding(
-                    "taint",
-                    job.manifest,
-                    f"NodePool {pool.manifest.name} has the taint {taint.get('key')}={taint.get('value', '')}:"
-                    f"{taint.get('effect')}",
-                    "a toleration in the patch of the TrainJob",
-                )
+        yield from (
+            finding(
+                "taint",
+                job.manifest,
+                f"NodePool {pool.manifest.name} has the taint {taint.get('key')}={taint.get('value', '')}:"
+                f"{taint.get('effect')}",
+                "a toleration in the patch of the TrainJob",
+            )
+            for pool in chosen
+            for taint in _untolerated(job, pool)
+        )
         return
     yield from _alike(job, tolerated)
     for pool in tolerated:
@@ -149,10 +151,12 @@ def _zones(job: JobView, pool: PoolView) -> Iterator[RuleFinding]:
     is_one_zone = mapping(job.pod.get("nodeSelector")).get(ZONE) is not None or len(pool.values(ZONE)) == 1
     terms = listed(dig(job.pod, "affinity", "podAffinity", "requiredDuringSchedulingIgnoredDuringExecution"))
     has_affinity = any(isinstance(term, dict) and term.get("topologyKey") == ZONE for term in terms)
-    if job.nodes > 1 and not is_one_zone and not has_affinity:
-        yield finding(
+    return failures(
+        job.manifest,
+        Check(
+            job.nodes > 1 and not is_one_zone and not has_affinity,
             "zone-spread",
-            job.manifest,
             "nothing keeps the nodes in one zone",
             f"nodeSelector {ZONE} (that of FSx), or podAffinity with that topologyKey",
-        )
+        ),
+    )

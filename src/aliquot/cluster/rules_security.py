@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.cluster.fields import Field, holds, judge_fields, none_of, one_of
-from aliquot.cluster.findings import RuleFinding, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 from aliquot.core.errors import has_url_credentials
@@ -78,22 +78,28 @@ def check_secrets(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) 
     for job in jobs:
         for variable in job.env:
             name, value = str(variable.get("name")), variable.get("value")
-            if isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)):
-                yield finding(
+            yield from failures(
+                job.manifest,
+                Check(
+                    isinstance(value, str) and value and (_TOKEN_VALUE.search(value) or _TOKEN_NAME.search(name)),
                     "secret-value",
-                    job.manifest,
                     f"env {name} has its value in the manifest",
                     "valueFrom: {secretKeyRef: {name: ..., key: ...}}",
-                )
+                ),
+            )
     for config_map in select_kinds(manifests, "ConfigMap"):
-        for name, text in mapping(config_map.get("data")).items():
-            if has_url_credentials(str(text)):
-                yield finding(
+        yield from failures(
+            config_map,
+            *(
+                Check(
+                    has_url_credentials(str(text)),
                     "secret-value",
-                    config_map,
                     f"data {name} has a URL with a user name or password in it",
                     "the URL without them, and valueFrom: {secretKeyRef: {name: ..., key: ...}} in the pods' env",
                 )
+                for name, text in mapping(config_map.get("data")).items()
+            ),
+        )
 
 
 def check_security(jobs: Sequence[JobView], manifests: Sequence[ManifestObject]) -> Iterator[RuleFinding]:
