@@ -20,7 +20,7 @@ import yaml
 from aliquot.cluster.job import Job, describe
 from aliquot.cluster.pod import CONFIG_DIRECTORY
 from aliquot.cluster.render import documents
-from aliquot.cluster.trainjob import NODE
+from aliquot.cluster.pod import NODE
 from aliquot.config.read_config import read_config
 from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cluster_section, plan

@@ -145,7 +145,7 @@ def logs(
     with one_line_errors(debug):
         from aliquot.cluster.job_status import job_pods
         from aliquot.cluster.live_cluster import kubectl_here
-        from aliquot.cluster.trainjob import NODE
+        from aliquot.cluster.pod import NODE
 
         kubectl = kubectl_here()
         pods = job_pods(name, namespace, kubectl)

@@ -12,8 +12,7 @@ from importlib.util import find_spec
 
 from aliquot.cluster.capacity import check_admission
 from aliquot.cluster.comparison import KEPT_RUNTIME_FIELDS, QUEUE_FIELDS, check_invariants, rendered_job
-from aliquot.cluster.fields import judge_fields
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding, judge_fields
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported

@@ -15,12 +15,11 @@ from fractions import Fraction
 from typing import Any
 
 from aliquot.cluster.capacity import shown
-from aliquot.cluster.fields import Field, judge_fields, none_of, one_of
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, Field, RuleFinding, failures, finding, judge_fields, none_of, one_of
 from aliquot.cluster.job import EFA, GPU, Job, describe
-from aliquot.cluster.job_view import NODE, SHM, JobView, job_specs, job_views
+from aliquot.cluster.job_view import SHM, JobView, job_specs, job_views
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, mappings, select_kinds
-from aliquot.cluster.pod import CONFIG_FILE, EXPECTED_FILE, RENDERED_FILE, uses_hub
+from aliquot.cluster.pod import CONFIG_FILE, EXPECTED_FILE, NODE, RENDERED_FILE, uses_hub
 from aliquot.cluster.quantity import parse
 from aliquot.cluster.render import parsed
 from aliquot.cluster.rules_references import references

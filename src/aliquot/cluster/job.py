@@ -31,7 +31,7 @@ _EQUAL = {
     "arch": "architecture", "vcpus": "vCPUs", "gpus": "GPUs", "gpu_name": "GPU", "gpu_memory_bytes": "bytes of a GPU",
     "efa_interfaces": "EFA interfaces", "amx": "AMX",
 }  # fmt: skip
-_GRACE_MARGIN_S = 30  # seconds between checkpoint.grace_s, the trainer's deadline, and SIGKILL by the kubelet
+GRACE_MARGIN_S = 30  # seconds between checkpoint.grace_s, the trainer's deadline, and SIGKILL by the kubelet
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
         efa_interfaces=efa_interfaces,
         scratch_bytes=_scratch(section, types, plan),
         local_disks=plan.scratch_bytes_per_node > 0 and all(item.local_nvme_bytes for item in types),
-        grace_s=-int(-config.checkpoint.grace_s // 1) + _GRACE_MARGIN_S,
+        grace_s=-int(-config.checkpoint.grace_s // 1) + GRACE_MARGIN_S,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aliquot.cluster.live_cluster import Kubectl, Refused
 from aliquot.cluster.manifests import dig, listed, mapping
-from aliquot.cluster.trainjob import NODE
+from aliquot.cluster.pod import NODE
 from aliquot.core.errors import ClusterError
 
 Object = dict[str, Any]

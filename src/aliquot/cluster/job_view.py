@@ -9,13 +9,11 @@ from functools import cached_property, reduce
 from typing import Any
 
 from aliquot.cluster.manifests import ManifestObject, compact, dig, listed, mapping, mappings, select_kinds
-from aliquot.cluster.pod import ANCESTOR
+from aliquot.cluster.pod import ANCESTOR, JOB_SET, NODE
 from aliquot.cluster.quantity import parse
 
-NODE = "node"
 SHM = "/dev/shm"
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_JOB_SET = "jobset.sigs.k8s.io/jobset-name"
 _POD = ("template", "spec", "template")
 _PATCHED_JOBS = ("trainingRuntimeSpec", "template", "spec", "replicatedJobs")
 _DEFAULT_GRACE_S = 30  # the default of Kubernetes
@@ -147,7 +145,7 @@ def _view(job: ManifestObject, runtimes: list[ManifestObject]) -> JobView:
         nodes=nodes if isinstance(nodes, int) else 1,
         processes=trainer.get("numProcPerNode", dig(policy, "torch", "numProcPerNode")),
         pod=mapping(template.get("spec")),
-        labels=mapping(dig(template, "metadata", "labels")) | {_JOB_SET: job.name, ANCESTOR: "trainer"},
+        labels=mapping(dig(template, "metadata", "labels")) | {JOB_SET: job.name, ANCESTOR: "trainer"},
         annotations=mapping(dig(template, "metadata", "annotations")),
     )
 

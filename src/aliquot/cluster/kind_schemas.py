@@ -23,7 +23,7 @@ from aliquot.cluster.quantity import parse
 from aliquot.core.decode import BoundedFastLoader
 from aliquot.core.errors import ManifestError
 
-_SUFFIXES = (".yaml", ".yml", ".json")
+SUFFIXES = (".yaml", ".yml", ".json")
 _CORE = re.compile(r"^([a-z]*|[a-z.]+\.k8s\.io)$")  # API groups of Kubernetes itself; x-k8s.io is for other projects
 _INTEGERS = range(-(1 << 63), 1 << 63)
 
@@ -70,7 +70,7 @@ def read_crds(directory: Path) -> list[KindSchema]:
     paths = sorted(directory.rglob("*")) if directory.is_dir() else [directory]
     schemas: list[KindSchema] = []
     for file in paths:
-        if file.is_file() and (file.suffix in _SUFFIXES or file == directory):
+        if file.is_file() and (file.suffix in SUFFIXES or file == directory):
             schemas += schemas_of(_documents(file), str(file))
     if not schemas:
         raise ManifestError("no CustomResourceDefinition here", directory)

@@ -11,13 +11,12 @@ from typing import Any
 
 import yaml
 
-from aliquot.cluster.kind_schemas import well_typed
+from aliquot.cluster.kind_schemas import SUFFIXES, well_typed
 from aliquot.core.decode import BoundedLoader, TooDeepError, describe_yaml_error
 from aliquot.core.errors import ManifestError
 
 Document = dict[str, Any]
 
-_SUFFIXES = (".yaml", ".yml", ".json")
 # Strings that `to_yaml` writes without quotes, unless they are in _WORDS. It quotes all others, because YAML parsers
 # disagree about `y`, `1e3`, `0o14`, `1:30` and more.
 _BARE = re.compile(r"^[A-Za-z/][A-Za-z0-9_./@:-]*$")
@@ -107,10 +106,7 @@ def read_manifests(path: Path) -> list[ManifestObject]:
 
     Raises UserError for a file that is not valid YAML, and for a listed file that is missing.
     """
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-    else:
-        files = [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise ManifestError("no .yaml, .yml or .json file here", path)
     found = {file.name: list(_read(file)) for file in files}

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from aliquot.catalogue.instances import catalogue, instances
-from aliquot.cluster.fields import Field, like, none_of, one_of, unlike
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, Field, RuleFinding, failures, finding, like, none_of, one_of, unlike
 from aliquot.cluster.job import AMX_TAINT
 from aliquot.cluster.manifests import ManifestObject, mapping
 from aliquot.cluster.node_pool_view import (

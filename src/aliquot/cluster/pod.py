@@ -18,12 +18,13 @@ CONFIG_FILE = "config.yaml"
 RENDERED_FILE = "rendered.json"  # what `cluster check` renders the manifests from again, beside the config
 EXPECTED_FILE = "expected.json"  # of a proof: the plan's expectations, as doctor/node_proof.py reads them
 USER = 1000  # user id of the trainer in the container image
+NODE = "node"  # the name that Trainer requires for the replicated job and for its container
 ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
+JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label that JobSet gives to pods; the JobSet has the TrainJob's name
 
 _OFFLOAD_DIRECTORY = "/offload"  # mount path of the scratch volume on the node's disk
 _ZONE = "topology.kubernetes.io/zone"
 _SHARED, _CONFIG, _TEMPORARY, _SHM, _OFFLOAD = "shared", "config", "tmp", "shm", "offload"
-_JOB_SET = "jobset.sigs.k8s.io/jobset-name"  # label that JobSet gives to pods; the JobSet has the TrainJob's name
 _RUNTIME = "aliquot.io/runtime"
 _EFA_VARIABLES = {
     # Without huge pages, because a pod would have to request them, and no other program could use them.
@@ -190,7 +191,7 @@ def affinity(job: Job, any_job: bool = False) -> Document | None:
         return None
     term = compact(
         labelSelector={"matchLabels": pod_labels(job, any_job)},
-        matchLabelKeys=[_JOB_SET] if any_job else None,
+        matchLabelKeys=[JOB_SET] if any_job else None,
         topologyKey=_ZONE,
     )
     return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
@@ -198,7 +199,7 @@ def affinity(job: Job, any_job: bool = False) -> Document | None:
 
 def pod_labels(job: Job, any_job: bool = False) -> dict[str, str]:
     """Return labels that select the job's pods, or with `any_job` the pods of all jobs of the same runtime."""
-    return runtime_labels(job) if any_job else {_JOB_SET: job.name}
+    return runtime_labels(job) if any_job else {JOB_SET: job.name}
 
 
 def runtime_labels(job: Job) -> dict[str, str]:

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.fields import values
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, RuleFinding, failures, finding, values
 from aliquot.cluster.job import GPU
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, listed, mapping, select_kinds

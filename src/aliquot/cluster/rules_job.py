@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from aliquot.cluster.fields import Field, none_of, one_of
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures
-from aliquot.cluster.job import EFA, GPU, Job
-from aliquot.cluster.job_view import NODE, JobView, job_specs, patches
+from aliquot.cluster.findings import Check, Field, RuleFinding, did_you_mean, failures, none_of, one_of
+from aliquot.cluster.job import EFA, GPU, GRACE_MARGIN_S, Job
+from aliquot.cluster.job_view import JobView, job_specs, patches
 from aliquot.cluster.manifests import dig, listed, mapping
-from aliquot.cluster.pod import ANCESTOR
+from aliquot.cluster.pod import ANCESTOR, NODE
 from aliquot.cluster.quantity import GIB, MIB, parse
 from aliquot.config.cluster_section import max_job_name_length
 from aliquot.core.number_format import count_of
@@ -22,8 +21,6 @@ RESERVED_ENV = frozenset({"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "
 
 _SHM_DEFAULT_BYTES = 64 * MIB
 _SHM_FIX = "an emptyDir {medium: Memory, sizeLimit: ...} at /dev/shm"
-_GRACE_MARGIN_S = 30
-
 _DEADLINE = "activeDeadlineSeconds"
 
 
@@ -234,7 +231,7 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
     hook = mapping(dig(job.node, "lifecycle", "preStop"))
     sleeps = re.findall(r"\bsleep\W+(\d+)", str(hook.get("exec")))
     hook_s = dig(hook, "sleep", "seconds") or sum(map(int, sleeps))  # SIGTERM comes after the hook
-    needed_s = (grace_s if grace_s is not None else 90.0) + _GRACE_MARGIN_S + hook_s
+    needed_s = (grace_s if grace_s is not None else 90.0) + GRACE_MARGIN_S + hook_s
     retried = any(spec.get("backoffLimit") for _, spec in job_specs(job.runtime)[:1])
     policy = job.runtime.get("spec", "podGroupPolicy") if job.runtime is not None else None
     yield from failures(
@@ -244,7 +241,7 @@ def _lifetime(job: JobView, grace_s: float | None) -> Iterator[RuleFinding]:
             (job.runtime is not None or grace_s is not None) and job.grace_s < needed_s,
             "grace",
             f"terminationGracePeriodSeconds is {job.grace_s}",
-            f"at least {needed_s:g}: checkpoint.grace_s + {_GRACE_MARGIN_S}, and the seconds of a preStop hook",
+            f"at least {needed_s:g}: checkpoint.grace_s + {GRACE_MARGIN_S}, and the seconds of a preStop hook",
         ),
         Check(
             job.manifest.get("spec", "suspend") is True and job.queue is None,

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from aliquot.cluster.fields import values
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures
+from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, values
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.fields import Field, holds, judge_fields, none_of, one_of
-from aliquot.cluster.findings import Check, RuleFinding, failures, finding
+from aliquot.cluster.findings import Check, Field, RuleFinding, failures, finding, holds, judge_fields, none_of, one_of
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, mapping, mappings, select_kinds
 from aliquot.core.errors import has_url_credentials

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aliquot.cluster.fields import Field, holds, judge_fields, like, none_of
-from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
+from aliquot.cluster.findings import (
+    Check,
+    Field,
+    RuleFinding,
+    did_you_mean,
+    failures,
+    finding,
+    holds,
+    judge_fields,
+    like,
+    none_of,
+)
 from aliquot.cluster.job_view import JobView
 from aliquot.cluster.manifests import ManifestObject, dig, listed, mapping, namespaces_differ, select_kinds
 from aliquot.cluster.quantity import GIB, parse_bytes

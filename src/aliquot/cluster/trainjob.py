@@ -10,9 +10,9 @@ from aliquot.cluster import pod
 from aliquot.cluster.infrastructure import wait_containers
 from aliquot.cluster.job import EFA, GPU, LOGS_BYTES, Job
 from aliquot.cluster.manifests import Document, compact
+from aliquot.cluster.pod import NODE
 from aliquot.cluster.quantity import mebibytes
 
-NODE = "node"  # the name that Trainer requires for the replicated job and for its container
 _API = "trainer.kubeflow.org/v1alpha1"
 _MANAGER = "aliquot.io/render"
 _ANCESTOR = {pod.ANCESTOR: "trainer"}

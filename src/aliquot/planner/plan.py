@@ -254,39 +254,38 @@ class Plan:
     @property
     def concerns(self) -> list[str]:
         """Lines about settings that are rarely meant, for `plan`, `train`, `cluster render` and `cluster check`."""
-        ec2 = None if self.instance is None or self.device == "cpu" else instance(self.instance)
-        lines = [ec2.gpu_concern] if ec2 is not None and ec2.gpu_concern is not None else []
-        if not self.disk_read_bytes and self.parameters > _LARGE_MODEL:
-            lines.append(
-                f"training begins from random weights (model.config, {self.size}): for published weights set model.path"
-            )
-        if self.device == "cuda" and self.ranks_per_node < self.gpus_per_node:
-            all_gpus = f"launch.ranks={self.gpus_per_node}, or cluster.ranks_per_node={self.gpus_per_node}"
-            gpus = count_of(self.gpus_per_node, "GPU")
-            lines.append(f"the run uses {self.ranks_per_node} of {gpus} of each node; all with {all_gpus}")
-        threads = self.ranks_per_node * self.threads_per_rank
-        if (
-            self.device == "cpu"
-            and self.instance is not None
-            and 2 * threads <= (cores := instance(self.instance).physical_cores)
-        ):
-            lines.append(
+        on_cpu, ec2 = self.device == "cpu", None if self.instance is None else instance(self.instance)
+        gpu_concern = None if ec2 is None or on_cpu else ec2.gpu_concern
+        cores, threads = 0 if ec2 is None else ec2.physical_cores, self.ranks_per_node * self.threads_per_rank
+        rows = (
+            (gpu_concern, str(gpu_concern)),
+            (
+                not self.disk_read_bytes and self.parameters > _LARGE_MODEL,
+                f"training begins from random weights (model.config, {self.size}): for published weights set model.path",
+            ),
+            (
+                self.device == "cuda" and self.ranks_per_node < self.gpus_per_node,
+                f"the run uses {self.ranks_per_node} of {count_of(self.gpus_per_node, 'GPU')} of each node; all with"
+                f" launch.ranks={self.gpus_per_node}, or cluster.ranks_per_node={self.gpus_per_node}",
+            ),
+            (
+                on_cpu and 2 * threads <= cores,
                 f"the run uses {threads} of {cores} cores of each node: leave launch.threads_per_rank out, or take more"
-                " ranks (cluster.ranks_per_node)"
-            )
-        if (idle := self.losses.idle_ranks) >= _MUCH_IDLE:
-            lines.append(
-                f"{idle:.0%} of the ranks have no sequence in a step: take fewer nodes or ranks, or a larger"
-                " train.global_batch_size"
-            )
-        if self.steps and self.saving_s > max(_MUCH_SAVING_S, self.steps * self.step_s):
-            lines.append(
+                " ranks (cluster.ranks_per_node)",
+            ),
+            (
+                self.losses.idle_ranks >= _MUCH_IDLE,
+                f"{self.losses.idle_ranks:.0%} of the ranks have no sequence in a step: take fewer nodes or ranks, or a"
+                " larger train.global_batch_size",
+            ),
+            (
+                self.steps and self.saving_s > max(_MUCH_SAVING_S, self.steps * self.step_s),
                 f"saves take {duration(self.saving_s)}, longer than all steps: save less often (checkpoint.every), or"
-                " on a faster disk or file system (cluster.storage)"
-            )
-        if self.waiting_factor > _MUCH_WAITING:
-            lines.append(f"a step mostly waits: {self.bottleneck}")
-        return lines
+                " on a faster disk or file system (cluster.storage)",
+            ),
+            (self.waiting_factor > _MUCH_WAITING, f"a step mostly waits: {self.bottleneck}"),
+        )
+        return [concern for is_present, concern in rows if is_present]
 
     @property
     def cost_usd(self) -> float | None:
