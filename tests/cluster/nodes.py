@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 
 from aliquot.cluster.job import Job, describe
-from aliquot.cluster.pod import CONFIG_DIRECTORY
+from aliquot.cluster.pod import CONFIG_DIRECTORY, NODE
 from aliquot.cluster.render import documents
-from aliquot.cluster.pod import NODE
 from aliquot.config.read_config import read_config
 from aliquot.planner.plan import PhaseMemory
 from tests.cluster.cases import cluster_section, plan

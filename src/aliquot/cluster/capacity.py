@@ -203,11 +203,8 @@ def too_large(job: JobView, node: InstanceType, node_class: ManifestObject | Non
         if amount > offer.get(name, Fraction(0)) and not (name == "ephemeral-storage" and name not in offer)
     ]
     has_public_ip = node_class is not None and node_class.get("spec", "associatePublicIPAddress")
-    if has_public_ip and job.count(EFA) > 1:
-        reasons.append(
-            "EC2 gives no public address to a node with several network interfaces (associatePublicIPAddress)"
-        )
-    return reasons
+    refusal = "EC2 gives no public address to a node with several network interfaces (associatePublicIPAddress)"
+    return [*reasons, *([refusal] if has_public_ip and job.count(EFA) > 1 else [])]
 
 
 def check_fit(job: JobView, pool: PoolView, node_class: ManifestObject | None) -> Iterator[RuleFinding]:

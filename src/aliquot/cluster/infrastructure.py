@@ -58,22 +58,22 @@ def node_pool(job: Job) -> Document:
         "node.kubernetes.io/instance-type": [node_type.name for node_type in job.types],
         **({} if section.zone is None else {"topology.kubernetes.io/zone": [section.zone]}),
     }
-    requirements = [{"key": key, "operator": "In", "values": values} for key, values in allowed.items()]
     nodes = section.most_nodes + 1  # a lost node still counts towards the limit while its replacement starts
     limits = {
         "cpu": str(nodes * max(node_type.vcpus for node_type in job.types)),
         "memory": f"{nodes * max(node_type.memory_bytes for node_type in job.types) >> 20}Mi",
         **({GPU: str(nodes * job.types[0].gpus)} if job.gpus else {}),
     }
-    node_spec = {
-        "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
-        "requirements": requirements,
-        "taints": [job.taint],
-        "expireAfter": "Never",
-    }
-    labels = {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpus else {})}
     spec = {
-        "template": {"metadata": {"labels": labels}, "spec": node_spec},
+        "template": {
+            "metadata": {"labels": {POOL_LABEL: job.name, **(_GPU_LABELS if job.gpus else {})}},
+            "spec": {
+                "nodeClassRef": {"group": "karpenter.k8s.aws", "kind": "EC2NodeClass", "name": job.name},
+                "requirements": [{"key": key, "operator": "In", "values": values} for key, values in allowed.items()],
+                "taints": [job.taint],
+                "expireAfter": "Never",
+            },
+        },
         "limits": limits,
         # karpenter.sh/do-not-disrupt on the pods is no alternative: after a spot notice, Karpenter would not evict the
         # pods, so that they would not save a checkpoint.

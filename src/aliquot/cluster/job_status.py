@@ -146,10 +146,12 @@ def _progress(job: Object) -> Iterator[str]:
     status = mapping(dig(job, "status", "trainerStatus"))
     if not status:
         return
-    parts = [f"{status.get('progressPercentage')} %"]
-    if isinstance(left := status.get("estimatedRemainingSeconds"), int):
-        parts.append(f"{datetime.timedelta(seconds=left)} left")
-    parts += [f"{metric.get('name')} {metric.get('value')}" for metric in listed(status.get("metrics"))]
+    left = status.get("estimatedRemainingSeconds")
+    parts = [
+        f"{status.get('progressPercentage')} %",
+        *([f"{datetime.timedelta(seconds=left)} left"] if isinstance(left, int) else []),
+        *(f"{metric.get('name')} {metric.get('value')}" for metric in listed(status.get("metrics"))),
+    ]
     yield f"{', '.join(parts)} (at {status.get('lastUpdatedTime')})"
 
 
@@ -157,10 +159,9 @@ def _node(name: Any, nodes: dict[str, Object]) -> str:
     if not name:
         return ""
     labels = _labels(mapping(nodes.get(name)))
-    about = [labels[key] for key in _NODE_LABELS if key in labels]
     conditions = listed(dig(nodes.get(name), "status", "conditions"))
-    if any(item.get("type") == "Ready" and item.get("status") != "True" for item in conditions):
-        about.append("not ready")
+    waits = any(item.get("type") == "Ready" and item.get("status") != "True" for item in conditions)
+    about = [*(labels[key] for key in _NODE_LABELS if key in labels), *(["not ready"] if waits else [])]
     return f"on {name}" + (f" ({', '.join(about)})" if about else "")
 
 

@@ -68,10 +68,8 @@ def read_crds(directory: Path) -> list[KindSchema]:
     Raises UserError if there is no CRD, or if a file with a CRD cannot be read.
     """
     paths = sorted(directory.rglob("*")) if directory.is_dir() else [directory]
-    schemas: list[KindSchema] = []
-    for file in paths:
-        if file.is_file() and (file.suffix in SUFFIXES or file == directory):
-            schemas += schemas_of(_documents(file), str(file))
+    readable = [file for file in paths if file.is_file() and (file.suffix in SUFFIXES or file == directory)]
+    schemas = [schema for file in readable for schema in schemas_of(_documents(file), str(file))]
     if not schemas:
         raise ManifestError("no CustomResourceDefinition here", directory)
     return schemas

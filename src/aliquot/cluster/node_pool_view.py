@@ -80,7 +80,12 @@ def pool_view(pool: ManifestObject) -> PoolView:
 @cache
 def type_labels(node_type: InstanceType) -> dict[str, str]:
     """Return the labels that Karpenter gives to nodes of an instance type, as far as aliquot's catalogue knows them."""
-    labels = {
+    gpu_labels = {
+        f"{_PREFIX}gpu-count": str(node_type.gpus),
+        f"{_PREFIX}gpu-name": str(node_type.gpu_name),
+        f"{_PREFIX}gpu-memory": str((node_type.gpu_memory_bytes or 0) >> 20),
+    }
+    return {
         TYPE: node_type.name,
         "kubernetes.io/arch": node_type.arch,
         "kubernetes.io/os": "linux",
@@ -91,14 +96,8 @@ def type_labels(node_type: InstanceType) -> dict[str, str]:
         f"{_PREFIX}cpu": str(node_type.vcpus),
         f"{_PREFIX}cpu-manufacturer": node_type.cpu_manufacturer,
         f"{_PREFIX}memory": str(node_type.memory_bytes >> 20),
+        **(gpu_labels if node_type.gpus else {}),
     }
-    if node_type.gpus:
-        labels |= {
-            f"{_PREFIX}gpu-count": str(node_type.gpus),
-            f"{_PREFIX}gpu-name": str(node_type.gpu_name),
-            f"{_PREFIX}gpu-memory": str((node_type.gpu_memory_bytes or 0) >> 20),
-        }
-    return labels
 
 
 # Labels that the instance type determines. Other labels (capacity type, zone, custom labels) do not exclude types.

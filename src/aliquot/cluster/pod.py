@@ -44,15 +44,14 @@ def config_map(job: Job) -> Document:
     config = shipped_config(job)
     section = job.section.model_dump(mode="json", by_alias=True, exclude_unset=True)
     rendered = {"cluster": section, "config": config, "plan": asdict(job.plan)}
-    data = {CONFIG_FILE: to_yaml(config), RENDERED_FILE: f"{json.dumps(rendered, indent=1)}\n"}
-    if job.is_proof:
-        expected = {
-            "nodes": job.plan.nodes,
-            "network_bytes_per_s": job.plan.network_bytes_per_s,
-            "storage_bytes_per_s": job.plan.storage_bytes_per_s,
-            "efa_interfaces": job.efa_interfaces,
-        }
-        data[EXPECTED_FILE] = f"{json.dumps(expected, indent=1)}\n"
+    expected = {
+        "nodes": job.plan.nodes,
+        "network_bytes_per_s": job.plan.network_bytes_per_s,
+        "storage_bytes_per_s": job.plan.storage_bytes_per_s,
+        "efa_interfaces": job.efa_interfaces,
+    }
+    files = {RENDERED_FILE: rendered, **({EXPECTED_FILE: expected} if job.is_proof else {})}
+    data = {CONFIG_FILE: to_yaml(config), **{name: f"{json.dumps(file, indent=1)}\n" for name, file in files.items()}}
     return job.manifest("v1", "ConfigMap", _config_name(job), data=data)
 
 
@@ -93,10 +92,8 @@ def directories(job: Job, any_run: bool = False) -> list[str]:
     """
     values = shipped_config(job)
     run_directory = PurePosixPath(values["run"]["directory"])
-    paths = [str(run_directory.parent if any_run else run_directory), values["data"]["cache_directory"]]
-    if uses_hub(job):
-        paths.append(_hub_cache(job))
-    return paths
+    written = str(run_directory.parent if any_run else run_directory)
+    return [written, values["data"]["cache_directory"], *([_hub_cache(job)] if uses_hub(job) else [])]
 
 
 def uses_hub(job: Job) -> bool:

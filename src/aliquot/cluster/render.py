@@ -27,13 +27,17 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
 
     With `runtime`, the objects of the job itself are replaced by a ClusterTrainingRuntime, for jobs of other users.
     """
-    objects: dict[str, Document] = {}
-    if job.section.create_namespace:
-        metadata = {"name": job.section.namespace}
-        objects["namespace.yaml"] = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
-    objects |= {"node-class.yaml": node_class(job), "node-pool.yaml": node_pool(job), **storage(job)}
-    objects |= compact(**{"directories-job.yaml": directory_job(job, any_run=runtime)})
-    objects["network-policy.yaml"] = network_policy(job, any_job=runtime)
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": job.section.namespace}}
+    objects = compact(
+        **{
+            "namespace.yaml": namespace if job.section.create_namespace else None,
+            "node-class.yaml": node_class(job),
+            "node-pool.yaml": node_pool(job),
+            **storage(job),
+            "directories-job.yaml": directory_job(job, any_run=runtime),
+            "network-policy.yaml": network_policy(job, any_job=runtime),
+        }
+    )
     if runtime:
         return {**objects, _RUNTIME_FILE: cluster_training_runtime(job)}
     return {
@@ -47,10 +51,8 @@ def documents(job: Job, runtime: bool = False) -> dict[str, Document]:
 def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
     """Return the text of every file by name. `version` is the version of aliquot; for `runtime` see `documents`."""
     header = [f"Rendered by aliquot {version}; change the run's config and render again."]
-    if not runtime:
-        header.append(plan_line(job))
+    header += [] if runtime else [plan_line(job)]
     objects = documents(job, runtime)
-    files = {name: to_yaml(document, header) for name, document in objects.items()}
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -58,8 +60,8 @@ def render(job: Job, version: str, runtime: bool = False) -> dict[str, str]:
         # Keep this order. Otherwise kubectl would create the job before its runtime, which Trainer's webhook refuses.
         "sortOptions": {"order": "fifo"},
     }
-    files[KUSTOMIZATION] = to_yaml(kustomization, header)
-    return files
+    objects[KUSTOMIZATION] = kustomization
+    return {name: to_yaml(document, header) for name, document in objects.items()}
 
 
 def parsed(job: Job, runtime: bool = False) -> list[ManifestObject]:

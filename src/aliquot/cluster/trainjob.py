@@ -76,10 +76,9 @@ def cluster_training_runtime(job: Job) -> Document:
     # Trainer 2.2 and later take the number of processes from the TrainJob. The default is one process per GPU, or one
     # per requested CPU without GPUs.
     processes = {"numProcPerNode": job.plan.ranks_per_node} if _old_dialect(job) else {}
-    requests = limits = _resources(job)
-    if not processes and not job.gpus:
-        # Request one CPU for one process. Taint and memory request still reserve the whole node for one pod.
-        requests = {**limits, "cpu": "1"}
+    limits = _resources(job)
+    # Request one CPU for one process. Taint and memory request still reserve the whole node for one pod.
+    requests = limits if processes or job.gpus else {**limits, "cpu": "1"}
     container = _node_container(
         job,
         workingDir="/tmp",  # the SDK writes its script to the working directory, and any user may write to /tmp

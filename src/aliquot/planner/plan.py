@@ -261,7 +261,8 @@ class Plan:
             (gpu_concern, str(gpu_concern)),
             (
                 not self.disk_read_bytes and self.parameters > _LARGE_MODEL,
-                f"training begins from random weights (model.config, {self.size}): for published weights set model.path",
+                f"training begins from random weights (model.config, {self.size}): for published weights set"
+                " model.path",
             ),
             (
                 self.device == "cuda" and self.ranks_per_node < self.gpus_per_node,
