@@ -120,8 +120,8 @@ def test_steps_wait_for_uncopied_parts() -> None:
     # Of 96 GB at 0.5 GB/s, 2 may be copied by two ranks: 188 s, less the 8 s until the next update.
     assert count_saves(config, 100, Saving(1, 96 * GB, 0.5 * GB), 2, 10.0, 8.0) == (1, 99, 99 * 182.0)
     slow = count_saves(config_of(100, buffer_bytes=GB), 1000, Saving(1, 96 * GB, 0.5 * GB), 2, 10.0, 8.0)
-    assert slow[2] == pytest.approx(9 * 180.0)
-    assert count_saves(config_of(100, buffer_bytes=GB), 1000, Saving(1, 4 * GB, 0.5 * GB), 2, 10.0, 8.0)[2] == 0
+    assert slow.stall_s == pytest.approx(9 * 180.0)
+    assert count_saves(config_of(100, buffer_bytes=GB), 1000, Saving(1, 4 * GB, 0.5 * GB), 2, 10.0, 8.0).stall_s == 0
     assert count_saves(config_of(0, last=False), 100, Saving(1, GB, GB), 1, 1.0, 1.0) == (0, 0, 0.0)
 
 

@@ -194,6 +194,11 @@ class RunConfig(Section):
         return f"{self.checkpoint.mirror.rstrip('/')}/{self.run.name}" if self.checkpoint.mirror else None
 
     @property
+    def best_steps(self) -> int:
+        """The steps between evaluations, each of which may be the best so far and cause a save; 0: none causes one."""
+        return self.train.eval_steps if self.checkpoint.best else 0
+
+    @property
     def offload_directory(self) -> Path:
         return self.shard.offload_directory or self.run.directory
 

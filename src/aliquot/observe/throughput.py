@@ -110,8 +110,8 @@ class RemainingWork:
     def __init__(self, config: RunConfig, total_steps: int, plan: Mapping[str, Any]) -> None:
         """Args: plan: in the form of `aliquot plan --json`, or empty."""
         self._total = total_steps
-        self._eval_steps, self._save_steps = config.train.eval_steps, config.checkpoint.save_steps
-        self._best_steps = config.train.eval_steps if config.checkpoint.best else 0
+        self._eval_steps, self._best_steps = config.train.eval_steps, config.best_steps
+        self._save_steps = config.checkpoint.save_steps
         due = is_due(self._save_steps, total_steps) or is_due(self._best_steps, total_steps)
         self._saves_last = config.checkpoint.last or config.checkpoint.best or due
         self._save_s = self.stall_s = float(plan.get("save_s", 0.0))

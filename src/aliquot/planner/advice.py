@@ -76,17 +76,18 @@ def _series(plan: Plan, search: Search, requested: RunConfig) -> list[Iterator[C
     if plan.bottleneck != "compute-bound":
         is_chosen = next(larger_micro_batches(requested, layout.world_size), None) is not None
         series += _larger_batches(config, layout)[: 1 if is_chosen else None]
-        single: list[dict[str, object]] = []
-        if plan.engine != "host":
+        several_nodes, no_offload = layout.nodes > 1, {"shard.offload": "none"}
+        can_replicate = layout.ranks_per_node > 1 and (plan.engine, plan.replicate) == ("fsdp", "none")
+        single: list[tuple[bool, dict[str, object]]] = [
             # On GPUs, engine host is another way to keep states in host memory.
-            single.append(
-                {"shard.engine": "host", **({"shard.offload": "none"} if config.shard.offload == "cpu" else {})}
-            )
-        if layout.nodes > 1 and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32":
-            single.append({"shard.reduce_dtype": "bf16"})
-        if layout.nodes > 1 and layout.ranks_per_node > 1 and (plan.engine, plan.replicate) == ("fsdp", "none"):
-            single.append({"shard.replicate": "nodes"})
-        series += [iter([Change(with_settings(config, settings), settings)]) for settings in single]
+            (plan.engine != "host", {"shard.engine": "host", **(no_offload if config.shard.offload == "cpu" else {})}),
+            (
+                several_nodes and plan.engine != "deepspeed" and config.shard.reduce_dtype == "fp32",
+                {"shard.reduce_dtype": "bf16"},
+            ),
+            (several_nodes and can_replicate, {"shard.replicate": "nodes"}),
+        ]
+        series += [iter([Change(with_settings(config, changed), changed)]) for may_help, changed in single if may_help]
     return series
 
 

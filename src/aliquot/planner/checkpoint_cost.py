@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aliquot.config.schema import RunConfig
 from aliquot.core.intervals import is_due, times_due, times_either_due
@@ -34,6 +35,14 @@ class Saving:
         return self.checkpoint_bytes / self.storage_bytes_per_s
 
 
+class SaveCounts(NamedTuple):
+    """The saves of a run, and the time that they cost training."""
+
+    blocking: int  # saves during which training waits
+    overlapped: int  # saves that overlap with steps
+    stall_s: float  # total time that steps wait for overlapped saves
+
+
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes of master weights in fp32 and of moments in their own format."""
     states = config.train.optimizer_states
@@ -58,34 +67,33 @@ def export_bytes(config: RunConfig, shape: ModelShape) -> int:
 
 def saves_overlap(config: RunConfig, steps: int | None) -> bool:
     """Whether training continues with the next steps during a save."""
-    best = config.train.eval_steps if config.checkpoint.best else 0
-    continues = any(every and (steps is None or every < steps) for every in (config.checkpoint.save_steps, best))
+    intervals = (config.checkpoint.save_steps, config.best_steps)
+    continues = any(every and (steps is None or every < steps) for every in intervals)
     return continues and config.checkpoint.asynchronous
 
 
 def count_saves(
     config: RunConfig, steps: int, saving: Saving, ranks: int, step_s: float, until_update_s: float
-) -> tuple[int, int, float]:
-    """Return the saves during which training waits, the saves that overlap with steps, and the seconds that these cost.
+) -> SaveCounts:
+    """Count the saves of a run of `steps` steps on `ranks` ranks, and the seconds for which its steps wait.
 
     With `checkpoint.best`, every evaluation counts as the best so far, and therefore causes a save.
 
     Args:
         until_update_s: seconds from the beginning of a step to its weight update.
     """
-    settings = config.checkpoint
-    best = config.train.eval_steps if settings.best else 0
+    settings, best = config.checkpoint, config.best_steps
     between = times_either_due(settings.save_steps, best, steps)
     # `between` counts the save of the last step; an unknown number of steps is 0.
     last_step_is_due = steps > 0 and (is_due(settings.save_steps, steps) or is_due(best, steps))
     at_end = settings.last or last_step_is_due or bool(best)
     if not settings.asynchronous:
-        return between + (at_end and not last_step_is_due), 0, 0.0
+        return SaveCounts(between + (at_end and not last_step_is_due), overlapped=0, stall_s=0.0)
     overlapped = between - last_step_is_due
     not_copied = max(0, saving.checkpoint_bytes - ranks * settings.buffer_bytes)
     until_copied_s = not_copied / saving.storage_bytes_per_s - until_update_s
     until_next_s = saving.save_s - step_s * min(filter(None, (settings.save_steps, best, steps)), default=0)
-    return int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s)
+    return SaveCounts(int(at_end), overlapped, overlapped * max(0.0, until_copied_s, until_next_s))
 
 
 def most_checkpoints(config: RunConfig, steps: int, done: int = 0, existing: bool = False) -> int:

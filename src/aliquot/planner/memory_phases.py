@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from aliquot.config.schema import RunConfig
 from aliquot.engines.engine_plan import RankMemory
-from aliquot.planner.micro_batch_cost import MicroBatchCost, evaluates
+from aliquot.planner.micro_batch_cost import MicroBatchCost
 from aliquot.planner.plan import PhaseMemory
 from aliquot.tensor_io.parts import MEMORY_BYTES
 
@@ -136,7 +136,7 @@ def phases(
         slack = max(2 * slack, most - cost.saved_bytes)
     gathered = max(held.forward, held.backward)
     steady = {"gathered": gathered, "activations": most - gathered}
-    if evaluates(config):
+    if config.data.has_evaluation:
         evaluation = {"gathered": held.evaluation, "activations": cost.evaluation_bytes}
         steady = max(steady, evaluation, key=lambda sizes: sum(sizes.values()))
     steady |= {"allocator": slack, "snapshot": process.snapshot, "streamed": held.streamed}
@@ -153,18 +153,12 @@ def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: in
     """
     shared = {"process": PROCESS_SHARED_BYTES}
     process = {"process": PROCESS_PRIVATE_BYTES + CUDA_HOST_BYTES}
-    states = {**process, "data": index_bytes}
-    gradients: dict[str, int] = {}
-    update: dict[str, int] = {}
-    if offloads:
-        states |= {"weights": held.weights, "moments": held.moments}
-        gradients = {"gradients": held.own_gradients or held.gradients}
-        update = {"buffers": MEMORY_BYTES + held.update}
-    if held.gradients_from_start:
-        states |= gradients
+    offloaded = {"weights": held.weights, "moments": held.moments} if offloads else {}
+    gradients = {"gradients": held.own_gradients or held.gradients} if offloads else {}
+    states = {**process, "data": index_bytes, **offloaded, **(gradients if held.gradients_from_start else {})}
     # Files are read through buffers of pinned memory, which torch does not free.
     loaded = {**states, "buffers": MEMORY_BYTES}
-    trained = {**loaded, **gradients, **update}
+    trained = {**loaded, **gradients, "buffers": MEMORY_BYTES + (held.update if offloads else 0)}
     sizes_of_phases = {
         "process start": process,
         "model built": states,

@@ -131,14 +131,6 @@ def kernel_bytes(
     return min(kernels, _KERNELS_IN_CACHE) * (_AMX_KERNEL_BYTES if _fills_up(config, isa) else _KERNEL_BYTES)
 
 
-def evaluates(config: RunConfig) -> bool:
-    """Whether the run has held-out data."""
-    data = config.data
-    return (
-        data.eval_path is not None or data.eval_split is not None or data.eval_fraction > 0 or bool(data.eval_sources)
-    )
-
-
 def _fills_up(config: RunConfig, isa: tuple[str, ...]) -> bool:
     """Whether unpacked micro-batches are padded to a few lengths, so that few large kernels are cached.
 
@@ -158,4 +150,4 @@ def _row_lengths(config: RunConfig, size: BatchSize) -> int:
     if config.data.source_count > 1:
         return size.micro
     ends_short = config.train.max_steps is None  # the last step of all epochs takes the remainder
-    return min(size.micro, 1 + (size.total % size.micro > 0) + ends_short + evaluates(config))
+    return min(size.micro, 1 + (size.total % size.micro > 0) + ends_short + config.data.has_evaluation)

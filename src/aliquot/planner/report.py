@@ -182,12 +182,10 @@ def _cost_lines(plan: Plan) -> list[str]:
     ec2, fees = instance(plan.instance), plan.fees_usd_per_hour
     on_demand = _amount(plan, plan.usd_per_hour + fees)
     with_fees = f", with {fees:.2f} USD/h for the cluster and FSx" if fees else ""
-    spot_usd = ec2.spot_price()
-    spot = ""
-    if ec2.on_spot and spot_usd is not None:
-        assumed = "" if ec2.spot_usd_per_hour is not None else f" (factor {SPOT_FRACTION}, assumed)"
-        spot = f", about {_amount(plan, plan.nodes * spot_usd + fees)} on spot{assumed}"
-    return [f"cost            {on_demand} on demand ({catalogue().source}{with_fees}){spot}"]
+    spot_usd = ec2.spot_price() if ec2.on_spot else None
+    assumed = "" if ec2.spot_usd_per_hour is not None else f" (factor {SPOT_FRACTION}, assumed)"
+    on_spot = "" if spot_usd is None else f", about {_amount(plan, plan.nodes * spot_usd + fees)} on spot{assumed}"
+    return [f"cost            {on_demand} on demand ({catalogue().source}{with_fees}){on_spot}"]
 
 
 def _amount(plan: Plan, usd_per_hour: float) -> str:

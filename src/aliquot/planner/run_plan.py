@@ -26,7 +26,7 @@ from aliquot.planner.checkpoint_cost import (
 from aliquot.planner.machine_profile import measured_rates
 from aliquot.planner.memory_phases import helper_process_bytes
 from aliquot.planner.memory_plan import MemoryPlan, MemoryPlanner
-from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, evaluates, kernel_bytes, kernel_shapes
+from aliquot.planner.micro_batch_cost import MicroBatchCost, Step, kernel_bytes, kernel_shapes
 from aliquot.planner.plan import DISK_PART, Plan
 from aliquot.planner.planned_machine import DISK_BYTES_PER_S, GIB, Machine
 from aliquot.planner.planned_model import PlannedModel
@@ -129,7 +129,7 @@ class RunPlan:
         moved = traffic(config, self.engine, self.shape, layout, self.micro_batches, memory.unsharded)
         disk = disk_use(config, self.shape, layout, memory.on_disk, self.micro_batches)
         step = self._step_time(setting, memory, self.micro_batches)
-        saves, overlapped_saves, stall_s = count_saves(
+        saves = count_saves(
             config, self.steps or 0, self.saving, layout.world_size, step.total_s,
             until_update_s=self.micro_batches * self.micro_batch.step_s,
         )  # fmt: skip
@@ -175,14 +175,14 @@ class RunPlan:
             bottleneck=step.bottleneck,
             waiting_factor=step.waiting_factor,
             evaluations=evaluations if evaluated else 0,
-            uncounted_evaluations=evaluations if evaluates(config) and not evaluated else 0,
+            uncounted_evaluations=evaluations if config.data.has_evaluation and not evaluated else 0,
             evaluation_s=evaluation_time(setting, self.whole_micro_batch, evaluated, moved, self.rates),
             reference_s=evaluation_time(setting, self.whole_micro_batch, compared, moved, self.rates),
             save_steps=config.checkpoint.save_steps,
             checkpoints=most_checkpoints(config, self.steps or 0),
-            saves=saves,
-            saves_beside=overlapped_saves,
-            stall_s=stall_s,
+            saves=saves.blocking,
+            saves_beside=saves.overlapped,
+            stall_s=saves.stall_s,
             save_s=self.saving.save_s,
             export_s=exported / self.saving.storage_bytes_per_s,
             export_bytes=exported,

@@ -126,9 +126,8 @@ class Search:
         is_automatic = self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
         near = dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1))
         for nodes, ranks in product(node_counts or near, self._rank_counts()):
-            threads = layout.threads_per_rank
-            if layout.device == "cpu" and ranks != layout.ranks_per_node:
-                threads = max(1, cores // ranks)
+            keeps_threads = layout.device == "cuda" or ranks == layout.ranks_per_node
+            threads = layout.threads_per_rank if keeps_threads else max(1, cores // ranks)
             changed_layout = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, settings in self._settings(changed_layout):
                 changes = settings | self._layout_changes(changed_layout)
@@ -205,15 +204,14 @@ class Search:
 
     def _layout_changes(self, changed: RankLayout) -> dict[str, object]:
         present, launch = self.layout, self.config.launch
-        changes: dict[str, object] = {}
-        if present.nodes != changed.nodes:
-            changes["launch.nodes"] = changed.nodes
-            is_elastic = launch.is_elastic and self.names.get("launch.nodes") != "--nodes"
-            if is_elastic and present.nodes == launch.fewest_nodes and changed.nodes < launch.most_nodes:
-                changes["launch.nodes"] = f"{changed.nodes}:{launch.most_nodes}"  # only the minimum changes
-        if present.ranks_per_node != changed.ranks_per_node:
-            changes["launch.ranks"] = changed.ranks_per_node
-        return changes
+        is_elastic = launch.is_elastic and self.names.get("launch.nodes") != "--nodes"
+        only_minimum = is_elastic and present.nodes == launch.fewest_nodes and changed.nodes < launch.most_nodes
+        nodes = f"{changed.nodes}:{launch.most_nodes}" if only_minimum else changed.nodes
+        rows = (
+            ("launch.nodes", nodes, present.nodes != changed.nodes),
+            ("launch.ranks", changed.ranks_per_node, present.ranks_per_node != changed.ranks_per_node),
+        )
+        return {key: value for key, value, is_changed in rows if is_changed}
 
 
 def as_arguments(changes: Mapping[str, object], names: Names) -> str:
@@ -227,16 +225,16 @@ def batch_changes(config: RunConfig, layout: RankLayout, size: BatchSize) -> dic
     train, present = config.train, batch_size(config.train, layout.world_size)
     if present == size:
         return {}
-    changes: dict[str, object] = {}
-    if train.global_batch_size != size.total and (train.global_batch_tokens is None or present.total != size.total):
-        changes["train.global_batch_size"] = size.total
-        if train.global_batch_tokens is not None:
-            changes["train.global_batch_tokens"] = "null"
-    if train.per_device_train_batch_size != size.micro:
-        changes["train.per_device_train_batch_size"] = size.micro
-    if train.gradient_accumulation_steps is not None:
-        changes["train.gradient_accumulation_steps"] = "null"  # the other two sizes determine it
-    return changes
+    in_tokens = train.global_batch_tokens is not None
+    is_other = train.global_batch_size != size.total and (not in_tokens or present.total != size.total)
+    rows = (
+        ("train.global_batch_size", size.total, is_other),
+        ("train.global_batch_tokens", "null", is_other and in_tokens),
+        ("train.per_device_train_batch_size", size.micro, train.per_device_train_batch_size != size.micro),
+        # The other two sizes determine it.
+        ("train.gradient_accumulation_steps", "null", train.gradient_accumulation_steps is not None),
+    )
+    return {key: value for key, value, is_changed in rows if is_changed}
 
 
 def _state_settings(config: RunConfig, layout: RankLayout, engine: str) -> list[tuple[str, str, str]]:
