@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from aliquot.config.section import PATH, Section
+from aliquot.config.section import PATH, Section, refuse
 from aliquot.core.decode import read_json_object
 from aliquot.core.errors import ConfigError, ModelFilesError, UserError
 from aliquot.core.small_files import looks_local, with_home
@@ -56,8 +56,12 @@ class AdapterSection(Section):
 
     @model_validator(mode="after")
     def check_experts(self) -> Self:
-        if self.experts and self.dropout:
-            raise ValueError("adapter.dropout has no meaning for experts, whose rows it cannot reach: set it to 0")
+        refuse(
+            (
+                self.experts and self.dropout,
+                "adapter.dropout has no meaning for experts, whose rows it cannot reach: set it to 0",
+            )
+        )
         return self
 
     @model_validator(mode="before")

@@ -77,29 +77,34 @@ class RecordsSection(Section):
         for key in _DEFAULT_FIELDS.get(objective, ()):
             setattr(self, key, getattr(self, key) or key)
 
-    def key_uses(self, objective: Objective, streaming: bool) -> Iterator[KeyUse]:
-        """Yield which keys a run reads of a source whose documents it takes."""
-        is_dataset, compared = self.dataset is not None, "pairs of answers: give data.chosen and data.rejected instead"
-        if objective == "kto":
-            compared = "rated answers: give data.prompt, completion and label instead"
-        other_records = f"has no use: train.objective: {objective} trains on {compared}"
-        yield ("dataset_config", "split"), is_dataset, "is for data.dataset, and this source is files: leave it out"
-        yield (
-            ("dataset",),
-            not streaming,
-            "has no use: data.streaming reads files: give path (hf://datasets/OWNER/NAME)",
-        )
-        has_pairs = objective in PAIR_OBJECTIVES
-        yield ("chosen", "rejected"), has_pairs, "is for pairs of answers: set train.objective, for example to dpo"
-        yield ("label",), objective == "kto", "is for rated answers: set train.objective to kto"
-        yield ("text_field", "messages"), objective == "sft", other_records
-        yield ("completion",), not has_pairs, other_records
-        if objective == "sft":
-            one = "has no use beside text_field or messages: give only one of them"
-            yield ("messages",), self.text_field is None, one
-            yield ("prompt", "completion"), self.text_field is None and self.messages is None, one
-            yield ("prompt",), self.completion is not None, "needs completion: give both, which are fields of a record"
-            yield ("completion",), self.prompt is not None, "needs prompt: give both, which are fields of a record"
+    def key_uses(self, objective: Objective, streaming: bool) -> list[KeyUse]:
+        """Return which keys a run reads of a source whose documents it takes."""
+        pairs = "pairs of answers: give data.chosen and data.rejected instead"
+        rated = "rated answers: give data.prompt, completion and label instead"
+        other_records = f"has no use: train.objective: {objective} trains on {rated if objective == 'kto' else pairs}"
+        has_pairs, is_sft = objective in PAIR_OBJECTIVES, objective == "sft"
+        has_text, one = self.text_field is not None, "has no use beside text_field or messages: give only one of them"
+        both = "give both, which are fields of a record"
+        return [
+            (
+                ("dataset_config", "split"),
+                self.dataset is not None,
+                "is for data.dataset, and this source is files: leave it out",
+            ),
+            (
+                ("dataset",),
+                not streaming,
+                "has no use: data.streaming reads files: give path (hf://datasets/OWNER/NAME)",
+            ),
+            (("chosen", "rejected"), has_pairs, "is for pairs of answers: set train.objective, for example to dpo"),
+            (("label",), objective == "kto", "is for rated answers: set train.objective to kto"),
+            (("text_field", "messages"), is_sft, other_records),
+            (("completion",), not has_pairs, other_records),
+            (("messages",), not is_sft or not has_text, one),
+            (("prompt", "completion"), not is_sft or not (has_text or self.messages is not None), one),
+            (("prompt",), not is_sft or self.completion is not None, f"needs completion: {both}"),
+            (("completion",), not is_sft or self.prompt is not None, f"needs prompt: {both}"),
+        ]
 
     @property
     def paths(self) -> list[str]:
@@ -114,8 +119,12 @@ class NamedSection(RecordsSection):
 
     @model_validator(mode="after")
     def check_source(self) -> Self:
-        if (self.path is None) == (self.dataset is None):
-            raise ValueError(f"source {self.name}: give exactly one of path and dataset")
+        refuse(
+            (
+                (self.path is None) == (self.dataset is None),
+                f"source {self.name}: give exactly one of path and dataset",
+            )
+        )
         return self
 
 
@@ -127,10 +136,9 @@ class SourceSection(NamedSection):
     repeat: bool = True
     """After its last document begin again, shuffled anew; false: the source ends, other sources go on."""
 
-    def key_uses(self, objective: Objective, streaming: bool) -> Iterator[KeyUse]:
-        yield from super().key_uses(objective, streaming)
+    def key_uses(self, objective: Objective, streaming: bool) -> list[KeyUse]:
         why = "needs the length of a source, which data.streaming does not know: leave it out"
-        yield ("repeat",), not streaming, why
+        return [*super().key_uses(objective, streaming), (("repeat",), not streaming, why)]
 
 
 class DataSection(RecordsSection):
@@ -214,32 +222,34 @@ class DataSection(RecordsSection):
         if self.sources is None or self.eval_path:
             self.fill_fields(objective)
 
-    def _key_uses(self, objective: Objective) -> Iterator[KeyUse]:
-        if self.sources is None:
-            yield from self.key_uses(objective, self.streaming)
-        else:
-            evaluated = _DEFAULT_FIELDS.get(objective, ()) if self.eval_path else ()
-            fields = RecordsSection.model_fields.keys() - {"path", "dataset", *evaluated}
-            yield sorted(fields), False, "belongs in each entry of data.sources"
+    def _key_uses(self, objective: Objective) -> list[KeyUse]:
+        evaluated = _DEFAULT_FIELDS.get(objective, ()) if self.eval_path else ()
+        fields = sorted(RecordsSection.model_fields.keys() - {"path", "dataset", *evaluated})
+        elsewhere: KeyUse = (fields, False, "belongs in each entry of data.sources")
         no_stream, trains_all, one = not self.streaming, self.train_on == "all", "give only one of the two"
-        yield ("streaming",), objective == "sft", "has no use: preferences need a reference of all data before step 1"
-        yield ("shuffle_buffer",), self.streaming, "is for data.streaming: true"
-        yield ("eval_fraction",), no_stream, "has no use: data.streaming holds out no data: give data.eval_path"
-        yield (
-            ("tokenizer_vocab_size",),
-            no_stream,
-            "has no use: data.streaming trains no tokenizer: give data.tokenizer",
-        )
-        yield ("tokenizer_vocab_size",), self.tokenizer is None, f"has no use beside data.tokenizer: {one}"
-        yield ("eval_split",), self.dataset is not None, "is for data.dataset; with data.path give data.eval_path"
-        yield ("eval_split", "eval_fraction"), self.eval_path is None, f"has no use beside data.eval_path: {one}"
-        yield ("eval_fraction",), self.eval_split is None, f"has no use beside data.eval_split: {one}"
-        yield ("roles_to_train",), not trains_all, "has no use with data.train_on: all, which learns all messages"
-        learns_prompts = (
-            "compares answers to other prompts: leave out data.train_on: all, which treats prompts as answers"
-        )
-        yield ("train_on",), objective != "kto" or not trains_all, f"has no use: train.objective: kto {learns_prompts}"
-        yield ("chat_template_date",), self.chat_template != "none", "has no use with data.chat_template: none"
+        return [
+            *(self.key_uses(objective, self.streaming) if self.sources is None else [elsewhere]),
+            (("streaming",), objective == "sft", "has no use: preferences need a reference of all data before step 1"),
+            (("shuffle_buffer",), self.streaming, "is for data.streaming: true"),
+            (("eval_fraction",), no_stream, "has no use: data.streaming holds out no data: give data.eval_path"),
+            (
+                ("tokenizer_vocab_size",),
+                no_stream,
+                "has no use: data.streaming trains no tokenizer: give data.tokenizer",
+            ),
+            (("tokenizer_vocab_size",), self.tokenizer is None, f"has no use beside data.tokenizer: {one}"),
+            (("eval_split",), self.dataset is not None, "is for data.dataset; with data.path give data.eval_path"),
+            (("eval_split", "eval_fraction"), self.eval_path is None, f"has no use beside data.eval_path: {one}"),
+            (("eval_fraction",), self.eval_split is None, f"has no use beside data.eval_split: {one}"),
+            (("roles_to_train",), not trains_all, "has no use with data.train_on: all, which learns all messages"),
+            (
+                ("train_on",),
+                objective != "kto" or not trains_all,
+                "has no use: train.objective: kto compares answers to other prompts: leave out data.train_on: all,"
+                " which treats prompts as answers",
+            ),
+            (("chat_template_date",), self.chat_template != "none", "has no use with data.chat_template: none"),
+        ]
 
     @property
     def chat_template_path(self) -> str | None:

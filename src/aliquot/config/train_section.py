@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from aliquot.config.data_section import PAIR_OBJECTIVES, Objective
-from aliquot.config.section import Section, refuse_unused
+from aliquot.config.section import Section, refuse, refuse_unused
 
 Kind = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
@@ -49,8 +49,12 @@ class CosineWithMinLr(Cosine):
 
     @model_validator(mode="after")
     def one_minimum(self) -> Self:
-        if (self.min_lr is None) == (self.min_lr_rate is None):
-            raise ValueError("give exactly one of min_lr (a rate) and min_lr_rate (a part of train.learning_rate)")
+        refuse(
+            (
+                (self.min_lr is None) == (self.min_lr_rate is None),
+                "give exactly one of min_lr (a rate) and min_lr_rate (a part of train.learning_rate)",
+            )
+        )
         return self
 
     def check(self, peak: float) -> None:
@@ -67,8 +71,7 @@ class Polynomial(Constant):
     power: PositiveFloat = 1.0
 
     def check(self, peak: float) -> None:
-        if self.lr_end >= peak:
-            raise ValueError(f"lr_end {self.lr_end:g} is not below train.learning_rate {peak:g}")
+        refuse((self.lr_end >= peak, f"lr_end {self.lr_end:g} is not below train.learning_rate {peak:g}"))
 
 
 class InverseSqrt(Constant):
@@ -264,8 +267,12 @@ class TrainSection(Section):
         kind = f" with loss_type: {self.loss_type}" if self.objective == "dpo" else ""
         why = f"has no effect on train.objective: {self.objective}{kind}: leave it out"
         refuse_unused(self, "train.", (([key], is_read, why) for key, is_read in readers.items()))
-        if self.fp8 and self.precision == "fp32":
-            raise ValueError("train.fp8 needs train.precision: bf16: set train.precision: bf16, or leave fp8 out")
+        refuse(
+            (
+                self.fp8 and self.precision == "fp32",
+                "train.fp8 needs train.precision: bf16: set train.precision: bf16, or leave fp8 out",
+            )
+        )
         if self.fp8:
             self.precision = "bf16"
         validate_schedule(self.lr_scheduler_type, self.lr_scheduler_kwargs, self.learning_rate)
