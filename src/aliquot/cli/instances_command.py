@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from aliquot.cli.options import Debug
-from aliquot.cli.terminal import one_line_errors, progress, show_table
+from aliquot.cli.terminal import one_line_errors, print_notes, progress, show_table
 from aliquot.core.number_format import dollars, short
 
 if TYPE_CHECKING:
@@ -107,18 +107,22 @@ def command(
         source = "types from AWS, this region" if live else f"catalogue of {catalogue().date}"
         print(f"{len(types)} types; {source}; prices on demand, {catalogue().source}")
         if fits is not None and plans:
-            off_by = max(plan.off_by for plan in plans.values())
-            count = max(plan.nodes for plan in plans.values())
-            if count > 1:
-                print(f"USD/h is of one node, tokens/s and USD/1B tokens are of {count:,} nodes (--nodes)")
-            else:
-                print("USD/h, tokens/s and USD/1B tokens are of one node (--nodes)")
-            print(f"tokens/s are estimates: a factor of {off_by:.2g} either way")
-            if fees := max(plan.fees_usd_per_hour for plan in plans.values()):
-                print(f"USD/1B tokens: with {fees:.2f} USD/h for the cluster and FSx")
-            if sharing:
-                print(f"left out: {len(sharing)} types, which {_SHARING}")
-            print(f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost")
+            print_notes(*_plan_notes(list(plans.values()), fits, len(sharing)))
+
+
+def _plan_notes(plans: Sequence[Plan], fits: Path, left_out: int) -> list[tuple[object, str]]:
+    """Return what the columns of plans mean, for `print_notes`. `left_out`: the number of types that share CPUs."""
+    off_by, count, fees = (
+        max(getattr(plan, name) for plan in plans) for name in ("off_by", "nodes", "fees_usd_per_hour")
+    )
+    return [
+        (count > 1, f"USD/h is of one node, tokens/s and USD/1B tokens are of {count:,} nodes (--nodes)"),
+        (count == 1, "USD/h, tokens/s and USD/1B tokens are of one node (--nodes)"),
+        (True, f"tokens/s are estimates: a factor of {off_by:.2g} either way"),
+        (fees, f"USD/1B tokens: with {fees:.2f} USD/h for the cluster and FSx"),
+        (left_out, f"left out: {left_out} types, which {_SHARING}"),
+        (True, f"with the settings of {fits}; with the best ones: aliquot plan {fits} --tokens 1B --optimize cost"),
+    ]
 
 
 def _refresh() -> None:
@@ -206,35 +210,30 @@ def instance_planner(config: RunConfig) -> Callable[[str, int], Plan]:
 
 
 def _columns(types: Sequence[InstanceType], plans: Mapping[str, Plan] | None) -> dict[str, list[str]]:
-    def column(cell: Callable[[InstanceType], str]) -> list[str]:
-        return [cell(item) for item in types]
-
     def pod_gib(item: InstanceType) -> float:
         return item.allocatable_memory_bytes / _GIB
 
-    columns = {
-        "type": column(lambda item: item.name),
-        "vCPU": column(lambda item: str(item.vcpus)),
-        "cores": column(lambda item: str(item.physical_cores)),
-        "GiB": column(lambda item: f"{item.memory_bytes / _GIB:,.0f}"),
-        "for a pod": column(lambda item: f"{pod_gib(item):,.1f}"),
-        "Gbit/s": column(
-            lambda item: "?" if item.network_bytes_per_s is None else short(item.network_bytes_per_s * 8 / 1e9)
-        ),
-        "EFA": column(lambda item: str(item.efa_interfaces or "")),
-        "AMX": column(lambda item: "yes" if item.amx else ""),
-        "GPU": column(
-            lambda item: f"{item.gpus} {item.gpu_name}{' (too old)' * item.has_old_gpu}" if item.gpus else ""
-        ),
-        "USD/h": column(lambda item: "?" if item.usd_per_hour is None else f"{item.usd_per_hour:,.3f}"),
-        "USD/h GiB": column(lambda i: "?" if i.usd_per_hour is None else f"{i.usd_per_hour / pod_gib(i):.4f}"),
+    def usd(price: float | None) -> str:
+        return "?" if price is None else f"{price:,.3f}"
+
+    cells: dict[str, Callable[[InstanceType], str]] = {
+        "type": lambda item: item.name,
+        "vCPU": lambda item: str(item.vcpus),
+        "cores": lambda item: str(item.physical_cores),
+        "GiB": lambda item: f"{item.memory_bytes / _GIB:,.0f}",
+        "for a pod": lambda item: f"{pod_gib(item):,.1f}",
+        "Gbit/s": lambda item: "?" if item.network_bytes_per_s is None else short(item.network_bytes_per_s * 8 / 1e9),
+        "EFA": lambda item: str(item.efa_interfaces or ""),
+        "AMX": lambda item: "yes" if item.amx else "",
+        "GPU": lambda item: f"{item.gpus} {item.gpu_name}{' (too old)' * item.has_old_gpu}" if item.gpus else "",
+        "USD/h": lambda item: usd(item.usd_per_hour),
+        "USD/h GiB": lambda item: "?" if item.usd_per_hour is None else f"{item.usd_per_hour / pod_gib(item):.4f}",
     }
     if any(item.spot_usd_per_hour is not None for item in types):
-        columns["USD/h spot"] = column(
-            lambda item: "?" if item.spot_usd_per_hour is None else f"{item.spot_usd_per_hour:,.3f}"
-        )
+        cells["USD/h spot"] = lambda item: usd(item.spot_usd_per_hour)
+    columns = {heading: list(map(cell, types)) for heading, cell in cells.items()}
     if plans is not None:
         costs = [plans[item.name].usd_per_billion_tokens for item in types]
-        columns["tokens/s"] = column(lambda item: f"{plans[item.name].tokens_per_s:,.0f}")
-        columns["USD/1B tokens"] = ["?" if usd is None else dollars(usd) for usd in costs]
+        columns["tokens/s"] = [f"{plans[item.name].tokens_per_s:,.0f}" for item in types]
+        columns["USD/1B tokens"] = ["?" if cost is None else dollars(cost) for cost in costs]
     return columns

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aliquot.catalogue.instances import SPOT_FRACTION, catalogue
-from aliquot.cli.terminal import progress, show_table
+from aliquot.cli.terminal import print_notes, progress, show_table
 from aliquot.core.errors import UsageError, UserError
 from aliquot.core.number_format import dollars
 
@@ -56,7 +56,7 @@ def print_offers(
         print(json.dumps({"tokens": request.tokens, "goal": request.goal, "offers": rows}, indent=1))
     else:
         _print_table(results, f"{title}, least {request.goal} first")
-        _print_notes(results, request.spot)
+        print_notes(*_notes(results, request.spot))
         more = [] if document_tokens is None else ["--document-tokens", str(document_tokens)]
         if config.launch.device == "cpu" and request.instance is None:
             print(_gpu_note(config, document_tokens, request))
@@ -104,27 +104,35 @@ def _print_table(results: Sequence[Offer], title: str) -> None:
     show_table(columns, _OPTIONAL_COLUMNS, ("type",), title)
 
 
-def _print_notes(results: Sequence[Offer], spot: Spot) -> None:
-    best = results[0]
-    off_by = max(offer.plan.off_by for offer in results[:_MAX_ROWS])
-    if off_by > 1:
-        print(f"tokens/s, hours and USD are estimates: a factor of {off_by:.2g} either way")
-    print(f"hours begin when nodes are asked for: {best.start_s / 60:.0f} minutes of the first offer until it trains")
-    if any(offer.bought != offer.capacity for offer in results[:_MAX_ROWS]):
-        surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), None)
-        others = f"; the first other offer: {_price(surer)}" if surer and best.bought != best.capacity else ""
-        print(f"rarely free: AWS reserves such nodes as Capacity Blocks (cluster.capacity: [reserved]){others}")
-    if best.plan.saving_s > _MANY_SAVES * best.plan.total_s:
-        hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
-        print(f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less")
-    print(f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}")
+def _notes(results: Sequence[Offer], spot: Spot) -> list[tuple[object, str]]:
+    """Return what the table of offers leaves open, for `print_notes`."""
+    best, shown = results[0], results[:_MAX_ROWS]
+    off_by = max(offer.plan.off_by for offer in shown)
+    surer = next((offer for offer in results if offer.bought in ("on-demand", "spot")), None)
+    others = f"; the first other offer: {_price(surer)}" if surer and best.bought != best.capacity else ""
+    hours = f"{best.plan.saving_s / 3600:,.1f} of {best.plan.total_s / 3600:,.1f} hours"
+    has_spot_prices = spot.price is None and any(ec2.spot_usd_per_hour is not None for ec2 in catalogue().types)
     losses = f"{100 * spot.lost_a_month:g} % of nodes lost a month"
-    if spot.price is None and any(ec2.spot_usd_per_hour is not None for ec2 in catalogue().types):
-        words = f", on demand and on spot; {losses} on spot, assumed (--spot-losses"
-    else:
-        fraction = spot.price or SPOT_FRACTION
-        words = f"; spot: {fraction:g} of them, {losses}, both assumed (--spot-price, --spot-losses"
-    print(f"prices {catalogue().source}{words}: see AWS' Spot Instance Advisor)")
+    prices = f"; spot: {spot.price or SPOT_FRACTION:g} of them, {losses}, both assumed (--spot-price, --spot-losses"
+    if has_spot_prices:
+        prices = f", on demand and on spot; {losses} on spot, assumed (--spot-losses"
+    return [
+        (off_by > 1, f"tokens/s, hours and USD are estimates: a factor of {off_by:.2g} either way"),
+        (
+            True,
+            f"hours begin when nodes are asked for: {best.start_s / 60:.0f} minutes of the first offer until it trains",
+        ),
+        (
+            any(offer.bought != offer.capacity for offer in shown),
+            f"rarely free: AWS reserves such nodes as Capacity Blocks (cluster.capacity: [reserved]){others}",
+        ),
+        (
+            best.plan.saving_s > _MANY_SAVES * best.plan.total_s,
+            f"saves take {hours} of the first offer: a faster file system (cluster.storage) takes less",
+        ),
+        (True, f"{len(results)} offers, each the best of its type, nodes and way to buy; {best.plan.rates}"),
+        (True, f"prices {catalogue().source}{prices}: see AWS' Spot Instance Advisor)"),
+    ]
 
 
 def parse_tokens(text: str) -> int:

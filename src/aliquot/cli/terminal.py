@@ -119,6 +119,13 @@ def progress() -> Iterator[Callable[[str], None]]:
             line.cancel()
 
 
+def print_notes(*notes: tuple[object, str]) -> None:
+    """Print the text of each pair (whether there is reason to print it, text)."""
+    for is_given, text in notes:
+        if is_given:
+            print(text)
+
+
 def show_table(
     columns: Mapping[str, Sequence[str]],
     optional: Sequence[str],
