@@ -123,9 +123,8 @@ class Figure:
 
     @property
     def table(self) -> Table:
-        rows: dict[float, str] = dict(enumerate(self.bars))
-        if not self.bars:
-            rows = {x: f"{x:,.0f}" for x in sorted({x for line in self.drawn_lines for x, _ in line.points})}
+        steps = sorted({x for line in self.drawn_lines for x, _ in line.points})
+        rows: dict[float, str] = dict(enumerate(self.bars)) if self.bars else {x: f"{x:,.0f}" for x in steps}
         cells = [[name, *(at.get(x, "") for at in self.cells.values())] for x, name in rows.items()]
         return self.other_table or Table((self.x, *self.cells), cells)
 
@@ -160,11 +159,8 @@ class Figure:
         tops = [sum(layer.values[i] for layer in self.layers) for i in range(len(self.bars))]
         values = [*tops, *(y for _, y in points), *self.levels.values()]
         low, high = (0.0 if self.from_zero or self.bars else min(values)), max(values)
-        margin = 0.06 * ((high - low) or abs(high) or 1.0)
-        y = (low - margin if low else low, high + margin)
-        is_log = self.log and low > 0
-        if is_log:
-            y = (low / 1.06, high * 1.06)
+        margin, is_log = 0.06 * ((high - low) or abs(high) or 1.0), self.log and low > 0
+        y = (low / 1.06, high * 1.06) if is_log else (low - margin if low else low, high + margin)
         x = (0.0, float(len(self.bars))) if self.bars else (min(points)[0], max(points)[0])
         return _Frame(x, y, self.height - (94 if self.is_turned else 40), is_log)
 

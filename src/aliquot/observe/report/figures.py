@@ -29,9 +29,9 @@ def loss(run: Run) -> Figure:
     steps = count_of(compact(max((step for step, _ in trained), default=0.0)), "step")
     beginning = f"went from {first(evaluated):.4f} to" if len(evaluated) > 1 else "ended at"
     ending = f"evaluation loss {beginning} {last(evaluated):.4f}" if evaluated else "nothing was evaluated"
-    says = f"Training loss went from {first(trained):.4f} to {last(trained):.4f} over {steps}; {ending}."
-    if times := sum(event.get("event") == "resume" for event in run.attempts):
-        says += f" The run was resumed {count_of(times, 'time')}."
+    times = sum(event.get("event") == "resume" for event in run.attempts)
+    resumed = f" The run was resumed {count_of(times, 'time')}." if times else ""
+    says = f"Training loss went from {first(trained):.4f} to {last(trained):.4f} over {steps}; {ending}.{resumed}"
     epochs = {step: f"{value:.3g}" for step, value in run.points("epoch")}
     # Evaluations before the first step are no reason to draw a loss.
     lines = [
@@ -48,9 +48,11 @@ def loss(run: Run) -> Figure:
 def perplexity(run: Run) -> Figure:
     points = run.evaluated("perplexity")
     keys = ("eval_path", "eval_split", "eval_fraction", "eval_sources")
-    why = "there is no evaluation text: set data.eval_fraction, eval_path or eval_split"
-    if any(run.setting("data", key) for key in keys):
-        why = "no evaluation was made yet: set train.eval_steps for more than the one at the end"
+    why = (
+        "no evaluation was made yet: set train.eval_steps for more than the one at the end"
+        if any(run.setting("data", key) for key in keys)
+        else "there is no evaluation text: set data.eval_fraction, eval_path or eval_split"
+    )
     step, best = min(points, key=lambda point: point[1], default=(0.0, 0.0))
     says = (
         f"{count_of(len(points), 'evaluation')}; the last gave {short(last(points))}, the best {short(best)} at step"
@@ -100,12 +102,13 @@ def learning_rate(run: Run) -> Figure:
 def gradient_norm(run: Run) -> Figure:
     points = run.points("grad_norm")
     clip, high = number(run.setting("train", "max_grad_norm")), max((value for _, value in points), default=0.0)
+    clipped = sum(value > (clip or 0.0) for _, value in points)
     says = f"The norm of all gradients was {short(median(points))} in the middle and at most {short(high)}."
-    if clip:
-        clipped = sum(value > clip for _, value in points)
-        says += f" train.max_grad_norm clipped it at {clip:g} in {clipped:,} of {len(points):,} logged steps."
+    clips = (
+        f" train.max_grad_norm clipped it at {clip:g} in {clipped:,} of {len(points):,} logged steps." if clip else ""
+    )
     return Figure(
-        "gradient-norm", "Gradient norm", says, without_steps(run), "norm before clipping", short, short,
+        "gradient-norm", "Gradient norm", says + clips, without_steps(run), "norm before clipping", short, short,
         [Line("gradient norm", points, 5, smooth=True)], from_zero=True, marks=resumes(run),
         levels={f"clipped above {clip:g}": clip} if clip and 0 < clip <= 2.5 * high else {},
     )  # fmt: skip
