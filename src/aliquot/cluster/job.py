@@ -13,6 +13,7 @@ from aliquot.cluster.node_pool_view import allocatable_disk_bytes
 from aliquot.cluster.quantity import GIB, MIB
 from aliquot.config.cluster_section import ClusterSection
 from aliquot.config.schema import RunConfig
+from aliquot.config.section import refuse
 from aliquot.core.errors import ClusterError
 from aliquot.core.number_format import count_of
 from aliquot.planner.plan import Plan
@@ -130,25 +131,27 @@ def describe(config: RunConfig, plan: Plan, least: Plan | None = None) -> Job:
 
 
 def _check_memory(plan: Plan, node: InstanceType, memory_bytes: int, when: str) -> None:
-    if plan.device == "cpu":
-        needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes
-        needed += -(-plan.shm_bytes_per_node // MIB) * MIB
-        if needed > memory_bytes:
-            raise ClusterError(
-                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
-                f" {memory_bytes / GIB:.2f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)"
-            )
-        if not plan.fits:  # shard.memory is smaller than the pod's memory
-            raise ClusterError(
-                f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}), and its"
-                f" ranks may have {plan.limit_bytes_per_node / GIB:.2f} GiB: more nodes, or a larger shard.memory"
-            )
-    elif not plan.fits:
-        raise ClusterError(
+    on_cpu, shm = plan.device == "cpu", -(-plan.shm_bytes_per_node // MIB) * MIB
+    needed = plan.peak_bytes_per_rank * plan.ranks_per_node + plan.beside_bytes + shm
+    refuse(
+        (
+            on_cpu and needed > memory_bytes,
+            f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}); a pod on {node.name} can have"
+            f" {memory_bytes / GIB:.2f} GiB: take more nodes or a larger type (aliquot instances --fits CONFIG)",
+        ),
+        (
+            on_cpu and not plan.fits,  # shard.memory is smaller than the pod's memory
+            f"{when}the plan needs {needed / GIB:.2f} GiB a node ({plan.peak.name}), and its"
+            f" ranks may have {plan.limit_bytes_per_node / GIB:.2f} GiB: more nodes, or a larger shard.memory",
+        ),
+        (
+            not plan.fits,
             f"{when}the plan does not fit {node.name}: a rank needs {plan.peak_bytes_per_rank / GIB:.2f} GiB of"
             f" {plan.limit_bytes / GIB:.2f} GiB of GPU memory, and {plan.host_peak_bytes_per_rank / GIB:.2f} GiB of"
-            f" {plan.host_limit_bytes / GIB:.2f} GiB of the machine's"
-        )
+            f" {plan.host_limit_bytes / GIB:.2f} GiB of the machine's",
+        ),
+        error=ClusterError,
+    )
 
 
 def cluster_section(config: RunConfig) -> ClusterSection:
@@ -205,26 +208,34 @@ def _scratch(section: ClusterSection, types: Sequence[InstanceType], plan: Plan)
     local = min(node_type.local_nvme_bytes for node_type in types)
     reserved = _IMAGES_BYTES if local else _SYSTEM_BYTES
     available = allocatable_disk_bytes(local or section.volume_gib * GIB) - reserved
-    if needed > available:
-        what = f"the disks of {types[0].name} leave" if local else "cluster.volume_gib leaves"
-        raise ClusterError(
+    what = f"the disks of {types[0].name} leave" if local else "cluster.volume_gib leaves"
+    refuse(
+        (
+            needed > available,
             f"shard.offload: disk puts {needed / GIB:.0f} GiB on each node, and {what}"
-            f" {max(0, available) / GIB:.0f} GiB: take a type with larger disks, or a larger volume"
-        )
+            f" {max(0, available) / GIB:.0f} GiB: take a type with larger disks, or a larger volume",
+        ),
+        error=ClusterError,
+    )
     return needed
 
 
 def _gpus(node: InstanceType, plan: Plan) -> int:
     """Return the number of GPUs that a pod requests. Raises ClusterError if the plan and the node type do not match."""
-    if plan.device == "cpu":
-        if node.gpus and not node.has_old_gpu:
-            raise ClusterError(f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda")
-        if node.has_unusable_accelerator:
-            raise ClusterError(
-                f"{node.name} is sold for accelerators that aliquot does not use: take a CPU or GPU type"
-            )
-        return 0
-    if plan.ranks_per_node > node.gpus:
-        gpus = count_of(node.gpus, "GPU")
-        raise ClusterError(f"the plan has {plan.ranks_per_node} ranks a node, {node.name} has {gpus}")
-    return plan.ranks_per_node
+    on_cpu, ranks = plan.device == "cpu", plan.ranks_per_node
+    refuse(
+        (
+            on_cpu and node.gpus and not node.has_old_gpu,
+            f"the plan computes on CPUs, and {node.name} is a GPU type: set launch.device: cuda",
+        ),
+        (
+            on_cpu and node.has_unusable_accelerator,
+            f"{node.name} is sold for accelerators that aliquot does not use: take a CPU or GPU type",
+        ),
+        (
+            not on_cpu and ranks > node.gpus,
+            f"the plan has {ranks} ranks a node, {node.name} has {count_of(node.gpus, 'GPU')}",
+        ),
+        error=ClusterError,
+    )
+    return 0 if on_cpu else ranks

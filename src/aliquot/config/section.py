@@ -89,11 +89,11 @@ class Section(BaseModel):
         return value
 
 
-def refuse(*problems: tuple[object, str]) -> None:
-    """Raise ValueError with the message of the first problem, a pair (whether the section has it, message)."""
+def refuse(*problems: tuple[object, str], error: type[Exception] = ValueError) -> None:
+    """Raise `error` with the message of the first problem, a pair (whether a config has the problem, message)."""
     for is_present, message in problems:
         if is_present:
-            raise ValueError(message)
+            raise error(message)
 
 
 KeyUse = tuple[Sequence[str], bool, str]  # keys, whether the run reads them, and otherwise why not and what to do

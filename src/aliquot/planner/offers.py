@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from aliquot.catalogue.instances import InstanceType, catalogue, instance, instances
 from aliquot.config.schema import RunConfig
+from aliquot.config.section import refuse
 from aliquot.core.errors import PlanError, UserError
 from aliquot.data.workload import Workload, batch_size
 from aliquot.distributed.topology import RankLayout
@@ -201,10 +202,14 @@ def _undominated_types(device: str) -> list[InstanceType]:
 def _type(name: str, device: str) -> InstanceType:
     """Return the type. Raises UserError for an unknown type, without a price, or without the device."""
     ec2 = instance(name)
-    if ec2.usd_per_hour is None:
-        raise PlanError(f"{name} has no price in {catalogue().source}: plan without --tokens")
-    if device != "auto" and bool(ec2.gpus) != (device == "cuda"):
-        raise PlanError(f"{name} has {'' if ec2.gpus else 'no '}GPUs, but launch.device is {device}")
+    refuse(
+        (ec2.usd_per_hour is None, f"{name} has no price in {catalogue().source}: plan without --tokens"),
+        (
+            device != "auto" and bool(ec2.gpus) != (device == "cuda"),
+            f"{name} has {'' if ec2.gpus else 'no '}GPUs, but launch.device is {device}",
+        ),
+        error=PlanError,
+    )
     return ec2
 
 
