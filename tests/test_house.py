@@ -45,9 +45,9 @@ TESTED_BY = {
     "cli/test_export": {"cli/export_command"},
     "cluster/test_aws_account": {"config/cluster_section"},
     "cluster/test_check": {
-        "cluster/comparison", "cluster/mounted_config", "cluster/node_fields",
+        "cluster/comparison", "cluster/node_fields",
         "cluster/node_pool_view", "cluster/quantity", "cluster/rules_environment", "cluster/rules_job",
-        "cluster/rules_references", "cluster/rules_scheduling", "cluster/storage_fields",
+        "cluster/rules_references", "cluster/storage_fields",
     },
     "cluster/test_directories": {"cluster/make_directories"},
     "cluster/test_proof": {"doctor/node_proof"},

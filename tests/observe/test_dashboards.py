@@ -22,9 +22,8 @@ import pytest
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
 from aliquot.core.errors import UserError
-from aliquot.observe.dashboards import check_installed
+from aliquot.observe.dashboards import TOKEN, URL, KubeflowStatus, check_installed, kubeflow_status
 from aliquot.observe.events import Events
-from aliquot.observe.kubeflow import TOKEN, URL, KubeflowStatus, kubeflow_status
 from aliquot.observe.metrics import writers
 from aliquot.observe.run_directory import RunDirectory
 from tests import runs

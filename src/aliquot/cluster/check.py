@@ -17,15 +17,13 @@ from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import job_views
 from aliquot.cluster.kind_schemas import KindSchema, Violation, is_core, schemas_of_kind, supported
 from aliquot.cluster.manifests import ManifestObject, select_kinds
-from aliquot.cluster.mounted_config import check_mounted_config
 from aliquot.cluster.node_fields import NODE_CLASS_FIELDS, POOL_FIELDS, check_node_class, check_pool
 from aliquot.cluster.node_pool_view import pool_view
 from aliquot.cluster.render import parsed
-from aliquot.cluster.rules_config import check_config, survives_spot
-from aliquot.cluster.rules_environment import check_environment
+from aliquot.cluster.rules_config import check_config, check_mounted_config, survives_spot
+from aliquot.cluster.rules_environment import check_environment, check_together
 from aliquot.cluster.rules_job import RUNTIME_FIELDS, TRAIN_JOB_FIELDS, check_job
 from aliquot.cluster.rules_references import check_pods_references
-from aliquot.cluster.rules_scheduling import check_together
 from aliquot.cluster.rules_security import check_secrets, check_security
 from aliquot.cluster.storage_fields import check_storage
 

@@ -21,8 +21,7 @@ from aliquot.config.schema import ObserveSection
 from aliquot.core.decode import read_json_lines
 from aliquot.core.errors import LaunchError, writing
 from aliquot.core.small_files import flush_to_disk, open_unlinked, publish_bytes
-from aliquot.observe.dashboards import Dashboard
-from aliquot.observe.kubeflow import KubeflowStatus
+from aliquot.observe.dashboards import Dashboard, KubeflowStatus
 from aliquot.observe.run_directory import RunDirectory
 
 if TYPE_CHECKING:

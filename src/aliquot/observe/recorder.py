@@ -16,8 +16,8 @@ from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import Terminated
 from aliquot.machine.memory import Gpu, PssSampler
 from aliquot.observe.console import Display
+from aliquot.observe.dashboards import KubeflowStatus, kubeflow_status
 from aliquot.observe.events import Events, RunRecord, command_line
-from aliquot.observe.kubeflow import KubeflowStatus, kubeflow_status
 from aliquot.observe.metrics import Exporter, Writer, writers
 from aliquot.observe.report.page import write_report
 from aliquot.observe.run_directory import RunDirectory
