@@ -1,4 +1,4 @@
-"""Send metrics from threads of rank 0, so that no server can delay a step: to W&B, MLflow, and the status of a TrainJob.
+"""Send metrics from threads of rank 0, so that no server can delay a step: to W&B, MLflow and the status of a TrainJob.
 
 The thread of a dashboard reads metrics.jsonl, so lines that a server has missed are sent later. The file <service>.json
 records the id of the run at the service and the bytes sent, so that a resumed run continues there. Each client reads
