@@ -22,6 +22,8 @@ from aliquot.core.small_files import cache_root, publish_text, read_small_file
 
 # Price of a spot node as a fraction of on-demand, if it is unknown. For years, it has been 30 to 50 %.
 SPOT_FRACTION = 0.4
+SPOT_NOTICE_S = 120  # from the notice of a spot interruption to the end of the node
+SPOT_GRACE_S = 90  # of the notice, for the trainer; the rest is for the end of the pod
 
 _MIB = 1 << 20
 
@@ -244,11 +246,8 @@ def _read(path: Path) -> Catalogue | None:
     """Return a refreshed catalogue; None if the file is missing, damaged, or of another version of aliquot."""
     try:
         data = read_small_file(path)
-    except (OSError, ValueError):
-        return None
-    from pydantic import TypeAdapter  # slow to import, and most users have no refreshed catalogue
+        from pydantic import TypeAdapter  # slow to import, and most users have no refreshed catalogue
 
-    try:
         return TypeAdapter(Catalogue).validate_json(data)
-    except ValueError:
+    except (OSError, ValueError):
         return None

@@ -79,10 +79,11 @@ class Job:
             namespaced: whether the kind has a namespace; the object then gets the job's namespace.
             fields: further top-level fields, such as `spec`.
         """
-        metadata: Document = {"name": name or self.name}
-        if namespaced:
-            metadata["namespace"] = self.section.namespace
-        metadata["labels"] = self.labels | (labels or {})
+        metadata = {
+            "name": name or self.name,
+            **({"namespace": self.section.namespace} if namespaced else {}),
+            "labels": self.labels | (labels or {}),
+        }
         return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **fields}
 
 
@@ -167,13 +168,11 @@ def placed(config: RunConfig) -> RunConfig:
     this machine can read.
     """
     section = cluster_section(config)
-    model = config.model
-    if model.path is not None and section.model_directory is not None:
-        model = model.model_copy(update={"path": str(section.model_directory)})
-    update: dict[str, object] = {"nodes": section.nodes, "node_rank": 0}
-    if section.ranks_per_node != "auto":
-        update["ranks"] = section.ranks_per_node
-    return config.model_copy(update={"launch": config.launch.model_copy(update=update), "model": model})
+    is_elsewhere = config.model.path is not None and section.model_directory is not None
+    model = config.model.model_copy(update={"path": str(section.model_directory)} if is_elsewhere else {})
+    ranks = {} if section.ranks_per_node == "auto" else {"ranks": section.ranks_per_node}
+    launch = config.launch.model_copy(update={"nodes": section.nodes, "node_rank": 0, **ranks})
+    return config.model_copy(update={"launch": launch, "model": model})
 
 
 def job_name(run_name: str) -> str:

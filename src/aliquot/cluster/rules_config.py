@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from aliquot.catalogue.instances import SPOT_GRACE_S, SPOT_NOTICE_S
 from aliquot.cluster.findings import Check, RuleFinding, did_you_mean, failures, finding
 from aliquot.cluster.job import Job
 from aliquot.cluster.job_view import JobView
@@ -27,8 +28,6 @@ from aliquot.config.schema import RunConfig
 from aliquot.core.decode import decode_json
 from aliquot.core.errors import DeepspeedConfigError, UserError
 
-_SPOT_NOTICE_S = 120
-_SPOT_GRACE_S = 90  # of the notice, less the time that the kubelet has beside the trainer
 _SPOT_LOSSES_A_SECOND = 0.2 / (30 * 86400)  # of a node; assumed, as in the offers of `aliquot plan --tokens`
 _MUCH_REPEATED = 0.01  # of the time of a run
 _NO_PATHS = ("stdlib", "auto", "never")
@@ -77,7 +76,7 @@ def _saves(job: Job) -> list[_Row]:
     spot, is_fsx = "spot" in job.section.capacity, storage.kind != "claim"
     rate = f"{plan.checkpoint_bytes / 1e9:.0f} GB, {plan.storage_bytes_per_s / 1e9:.2g} GB/s"
     needed_s, interval_s = plan.step_s + plan.save_s, plan.save_steps * plan.step_s
-    is_in_time = needed_s <= _SPOT_GRACE_S
+    is_in_time = needed_s <= SPOT_GRACE_S
     repeated = plan.nodes * _SPOT_LOSSES_A_SECOND * (interval_s or plan.total_s) / 2
     count = settings.keep + settings.best + 1  # a new checkpoint is complete before retention removes an old one
     needed_bytes = count * plan.checkpoint_bytes + plan.export_bytes
@@ -92,9 +91,9 @@ def _saves(job: Job) -> list[_Row]:
             f"checkpoint.every: at least {math.ceil(plan.save_s / plan.step_s)}, or a faster file system",
         )),
         ("checkpoint.grace_s", Check(
-            spot and job.grace_s > _SPOT_NOTICE_S and is_in_time, "grace",
-            f"{settings.grace_s:g} s; a spot node is gone {_SPOT_NOTICE_S} s after its notice",
-            f"checkpoint.grace_s: {_SPOT_GRACE_S}", "warning",
+            spot and job.grace_s > SPOT_NOTICE_S and is_in_time, "grace",
+            f"{settings.grace_s:g} s; a spot node is gone {SPOT_NOTICE_S} s after its notice",
+            f"checkpoint.grace_s: {SPOT_GRACE_S}", "warning",
         )),
         ("checkpoint.grace_s", Check(
             needed_s > settings.grace_s and (not spot or is_in_time), "grace",
@@ -103,7 +102,7 @@ def _saves(job: Job) -> list[_Row]:
         )),
         ("checkpoint.every", Check(
             spot and not is_in_time and repeated > _MUCH_REPEATED, "grace",
-            f"a step and a save take {needed_s:.0f} s by the plan ({rate}), and a spot node is gone {_SPOT_NOTICE_S} s"
+            f"a step and a save take {needed_s:.0f} s by the plan ({rate}), and a spot node is gone {SPOT_NOTICE_S} s"
             f" after its notice: repeated steps take {repeated:.0%} of the run, whatever checkpoint.grace_s is",
             "save more often (checkpoint.every), a faster file system (cluster.storage), or on-demand nodes", "warning",
         )),

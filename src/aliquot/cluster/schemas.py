@@ -55,20 +55,19 @@ def core_violations(document: dict[str, Any], version: str) -> list[Violation] |
 
     `version` is a version of Kubernetes, such as "1.34". Returns None if that version does not have the kind.
     """
-    results = _core_violations(pickle.dumps(document), version)
-    return None if results is None else list(results)
+    return _core_violations(pickle.dumps(document), version)
 
 
 @lru_cache(1000)
-def _core_violations(pickled: bytes, version: str) -> tuple[Violation, ...] | None:
+def _core_violations(pickled: bytes, version: str) -> list[Violation] | None:
     """Cache the results, because kubernetes-validate reads megabytes of schemas in each call."""
     try:
         kubernetes_validate.validate(pickle.loads(pickled), version, strict=True)
     except kubernetes_validate.SchemaNotFoundError:
         return None
     except kubernetes_validate.ValidationError as error:
-        return tuple(_violations(error))
-    return ()
+        return list(_violations(error))
+    return []
 
 
 def admitted(value: Any, schema: dict[str, Any]) -> Any:

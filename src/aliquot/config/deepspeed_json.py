@@ -81,7 +81,8 @@ def fill_from_deepspeed(values: dict[str, Any], locations: Locations) -> None:
     train = values["train"]
     if not isinstance(train, dict):  # the schema reports it
         return
-    _check(deepspeed, train, locations)
+    for path, trouble in _problems(deepspeed, train):
+        raise DeepspeedConfigError(f"{_place(path, locations)}: {path} {trouble}")
     filled = set()
     for path, filled_key, value in _equivalents(deepspeed):
         section, _, key = filled_key.partition(".")
@@ -125,10 +126,6 @@ def _place(path: str, locations: Locations) -> str:
     return locations.get((*_CONFIG_KEY, *path.split(".")), locations.get(_CONFIG_KEY, "shard.deepspeed_config"))
 
 
-def _error(path: str, trouble: str, locations: Locations) -> DeepspeedConfigError:
-    return DeepspeedConfigError(f"{_place(path, locations)}: {path} {trouble}")
-
-
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) for every value in nested settings, except for sections with keys."""
     for key, value in values.items():
@@ -139,8 +136,11 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield path, value
 
 
-def _check_types(values: Mapping[str, Any], locations: Locations, prefix: str = "") -> None:
-    """Raise UserError for a section that is not a JSON object, and for a value of the wrong type."""
+Problem = tuple[str, str]  # a dotted path, and the trouble with its value
+
+
+def _type_problems(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Yield each section that is not a JSON object, and each value of the wrong type."""
     for key, value in values.items():
         path = f"{prefix}{key}"
         rule = RULES.get(path)
@@ -148,25 +148,32 @@ def _check_types(values: Mapping[str, Any], locations: Locations, prefix: str = 
         if expected is None and rule is not None and rule.fills is not None and isinstance(value, dict | str):
             expected = _NUMBER
         if expected is not None and not expected[1](value) and (value != AUTO or path in _SECTIONS):
-            raise _error(path, f"is {json.dumps(value, default=str)}: expected {expected[0]}", locations)
+            yield path, f"is {json.dumps(value, default=str)}: expected {expected[0]}"
         if isinstance(value, dict):
-            _check_types(value, locations, f"{path}.")
+            yield from _type_problems(value, f"{path}.")
 
 
-def _check(deepspeed: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
-    _check_types(deepspeed, locations)
+def _problems(deepspeed: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield what aliquot refuses in a DeepSpeed JSON.
+
+    The caller must stop at the first problem, because each check relies on the checks before it.
+
+    Args:
+        train: the `train` section of the run config, as written by the user.
+    """
+    yield from _type_problems(deepspeed)
     for path, value in leaves(deepspeed):
         rule = rule_for(path)
         if rule is None and not any(key.startswith(f"{path}.") for key in RULES):
             near = difflib.get_close_matches(path, sorted(RULES), 1, 0.6)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise _error(path, f"is no key of DeepSpeed that aliquot knows{hint}", locations)
+            yield path, f"is no key of DeepSpeed that aliquot knows{hint}"
         if rule is not None and rule.kind == "rejected" and not _is_harmless(rule, path, value, deepspeed):
-            raise _error(path, f"is {value!r}: {rule.note}", locations)
+            yield path, f"is {value!r}: {rule.note}"
     optimizer = deepspeed.get("optimizer", {}).get("type", "AdamW")
     if optimizer.lower() not in ("adam", "adamw", AUTO):
-        raise _error("optimizer.type", f"is {optimizer!r}: only Adam and AdamW", locations)
-    _check_scheduler(deepspeed.get("scheduler", {}), train, locations)
+        yield "optimizer.type", f"is {optimizer!r}: only Adam and AdamW"
+    yield from _scheduler_problems(deepspeed.get("scheduler", {}), train)
 
 
 def _is_harmless(rule: KeyRule, path: str, value: object, deepspeed: Mapping[str, Any]) -> bool:
@@ -179,19 +186,16 @@ def _is_harmless(rule: KeyRule, path: str, value: object, deepspeed: Mapping[str
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in rule.harmless)
 
 
-def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], locations: Locations) -> None:
-    """Raise UserError for a scheduler that aliquot's schedules do not reproduce.
-
-    `train` is the `train` section of the run config, as written by the user.
-    """
+def _scheduler_problems(scheduler: Mapping[str, Any], train: Mapping[str, Any]) -> list[Problem]:
+    """Return what aliquot's schedules do not reproduce of a scheduler."""
     if not scheduler or scheduler.get("type") == AUTO:
-        return
+        return []
     kind, options = scheduler.get("type"), scheduler.get("params", {})
     steps = options.get("warmup_num_steps", 1)
     if steps == AUTO:
         steps = train.get("warmup_steps")
         steps = (train.get("warmup_ratio") or 0) if steps is None else steps
-    for is_wrong, path, trouble in (
+    rows = (
         (kind not in _SCHEDULERS, "scheduler.type", f"is {kind!r}: one of {', '.join(_SCHEDULERS)}"),
         (
             steps != 0 and "warmup_type" not in options,
@@ -203,9 +207,8 @@ def _check_scheduler(scheduler: Mapping[str, Any], train: Mapping[str, Any], loc
             "scheduler",
             'ends above 0 by default: set "cos_min_ratio": 0',
         ),
-    ):
-        if is_wrong:
-            raise _error(path, trouble, locations)
+    )
+    return [(path, trouble) for is_wrong, path, trouble in rows if is_wrong]
 
 
 def _equivalents(deepspeed: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -93,10 +93,7 @@ def read_evaluation_config(
             f"train.objective: {train.objective} compares MODEL with the model before training: name that model with"
             " --base, or give the YAML of the run as DATA"
         )
-    reference = reference_adapter = None
-    if compares:
-        reference = config.model.model_copy(update={"path": base or (config.model.path if is_run else source.path)})
-        reference_adapter = config.adapter if config.adapter and config.adapter.directory else None
+    before_training = {"path": base or (config.model.path if is_run else source.path)}
     # An adapter may have a tokenizer of its own, with the chat template that it was trained with.
     has_tokenizer = is_adapter and (directory / "tokenizer_config.json").is_file()
     tokenizer = {"tokenizer": str(directory) if has_tokenizer else None, "tokenizer_vocab_size": None}
@@ -116,8 +113,8 @@ def read_evaluation_config(
         checkpoint=CheckpointSection(resume="never"),
         observe=config.observe.model_copy(update={"prometheus": None}),
         launch=config.launch.model_copy(update={"nodes": 1} if config.launch.is_elastic else {}),
-        reference=reference,
-        reference_adapter=reference_adapter,
+        reference=config.model.model_copy(update=before_training) if compares else None,
+        reference_adapter=config.adapter if compares and config.adapter and config.adapter.directory else None,
     )
 
 

@@ -263,14 +263,13 @@ class KubeflowStatus:
         progress = {"current_step": step, "total_steps": self.total_steps}
         # Only the last status of a complete run reports 100 %.
         is_complete = is_last and step >= self.total_steps
-        status: dict[str, Any] = {
+        left_s = {"estimatedRemainingSeconds": 0 if is_complete else max(0, int(eta_s or 0))}
+        return {
             "lastUpdatedTime": self._updated.isoformat(),
             "progressPercentage": 100 if is_complete else int(min(99, step * 100 // max(1, self.total_steps))),
             "metrics": [{"name": name, "value": str(value)} for name, value in {**metrics, **progress}.items()],
+            **(left_s if is_complete or eta_s is not None else {}),
         }
-        if is_complete or eta_s is not None:
-            status["estimatedRemainingSeconds"] = 0 if is_complete else max(0, int(eta_s or 0))
-        return status
 
     def _post(self, status: dict[str, Any]) -> None:
         try:

@@ -17,7 +17,7 @@ from operator import ge
 from pathlib import Path
 from typing import Any, Literal
 
-from aliquot.catalogue.instances import InstanceType, catalogue, instance, instances
+from aliquot.catalogue.instances import SPOT_GRACE_S, SPOT_NOTICE_S, InstanceType, catalogue, instance, instances
 from aliquot.config.schema import RunConfig
 from aliquot.config.section import refuse
 from aliquot.core.errors import PlanError, UserError
@@ -37,8 +37,6 @@ NODES = (1, 2, 4, 8, 16)
 RANKS = (1, 2, 4, 8)
 _MICRO_BATCHES = (1, 4, 16, 64)
 _TYPES_SEARCHED = 12  # with all settings; the others are far worse with a single setting
-_NOTICE_S = 120.0  # from the notice of a spot interruption to the end of the node
-_SPOT_GRACE_S = 90  # of `checkpoint.grace_s`, which leaves the rest of the notice for the end of the pod
 _GRACE_ROOM = 1.1  # the plan of the printed command may have slower steps, because offers are extrapolated
 _COMPILING_S = 120.0  # of the first step with compiled layers, at most; assumed
 
@@ -304,7 +302,7 @@ class _Search:
             grace_s = (
                 max(grace_s, math.ceil(_GRACE_ROOM * (plan.step_s + plan.save_s)))
                 if on_demand
-                else min(grace_s, _SPOT_GRACE_S)
+                else min(grace_s, SPOT_GRACE_S)
             )
         config = with_settings(config, {"checkpoint.every": every, "checkpoint.grace_s": grace_s})
         plan = planner.plan(config, layout, self.workload, approximate=True)
@@ -360,6 +358,6 @@ def _start_s(config: RunConfig, plan: Plan) -> float:
 def _restart_s(config: RunConfig, plan: Plan, notice: bool) -> float:
     """Return the seconds that a lost node costs: waiting for a new node, reading the checkpoint, repeating steps."""
     # A save after an interruption notice begins at the end of the current step.
-    saves_in_time = notice and plan.step_s + plan.save_s <= min(_NOTICE_S, config.checkpoint.grace_s)
+    saves_in_time = notice and plan.step_s + plan.save_s <= min(SPOT_NOTICE_S, config.checkpoint.grace_s)
     lost_s = 0.0 if saves_in_time else (config.checkpoint.save_steps or plan.steps) * plan.step_s / 2
     return NEW_NODE_S + plan.checkpoint_bytes / plan.storage_bytes_per_s + lost_s
