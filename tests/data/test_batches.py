@@ -27,7 +27,7 @@ from aliquot.data.micro_batch_rows import SequenceFormat
 from aliquot.data.mismatched_answers import answers_to_other_prompts
 from aliquot.data.token_store import TokenStore
 from aliquot.models.micro_batch import IGNORE, MicroBatch
-from aliquot.nn.preference_loss import Objective, RatedAnswers
+from aliquot.nn.preference_loss import Answers, Objective, RatedAnswers
 from aliquot.nn.product_shapes import filled_row, row_lengths
 from tests.data.stores import make_batches, memory_store, numbered
 
@@ -270,19 +270,19 @@ def test_pairs_stay_together_and_know_their_answers() -> None:
         assert {batch.predicted for batch in batches} == {5}
         rows = [row for batch in batches for row in batch.micro_batches if row is not None]
         for row in rows:
-            assert row.answers is not None
-            assert (row.labels != -100).sum() == row.answers.lengths.sum()
-            for number, document in enumerate(row.answers.places):
+            answers = row.row_loss
+            assert isinstance(answers, Answers)
+            assert (row.labels != -100).sum() == answers.lengths.sum()
+            for number, document in enumerate(answers.places):
                 first = int(store.tokens[store.offsets[document]])
                 tokens = torch.arange(first, first + lengths[document])
-                inside = row.answers.numbers == number
-                labelled = row.labels != -100
-                assert torch.equal(row.input_ids[inside & labelled], tokens[:-1])
-                assert torch.equal(row.labels[inside & labelled], tokens[1:])
-                assert row.answers.lengths.view(-1)[number] == lengths[document] - 1
-                assert row.answers.reference.view(-1)[number] == -document
-            assert row.answers.places[1::2] == tuple(one + 1 for one in row.answers.places[::2])
-        seen.append(sorted(document for row in rows for document in row.answers.places))
+                inside = answers.tokens[answers.numbers == number]
+                assert torch.equal(row.input_ids[inside], tokens[:-1])
+                assert torch.equal(row.labels[inside], tokens[1:])
+                assert answers.lengths.view(-1)[number] == lengths[document] - 1
+                assert answers.reference.view(-1)[number] == -document
+            assert answers.places[1::2] == tuple(one + 1 for one in answers.places[::2])
+        seen.append(sorted(document for row in rows for document in row.row_loss.places))
     assert seen == [[0, 1, 2, 3, 6, 7, 8, 9, 10, 11]] * 2
 
 
@@ -334,14 +334,15 @@ def test_rated_answers_bring_the_answer_to_another_prompt() -> None:
         batches = [made.step_batch(0, rank, world_size) for rank in range(world_size)]
         assert {batch.predicted for batch in batches} == {5}
         for row in [row for batch in batches for row in batch.micro_batches if row is not None]:
-            assert isinstance(row.answers, RatedAnswers) and row.mismatched is not None
+            answers = row.row_loss
+            assert isinstance(answers, RatedAnswers) and row.mismatched is not None
             other = row.mismatched
-            assert other.answers is not None
-            for number, place in enumerate(row.answers.places):
+            assert isinstance(other.row_loss, Answers)
+            for number, place in enumerate(answers.places):
                 document = place // 2
-                assert bool(row.answers.desirable[number]) == bool(desirable[document])
-                assert float(row.answers.reference[number]) == -place
-                assert float(other.answers.reference[number]) == -place - 1
+                assert bool(answers.desirable[number]) == bool(desirable[document])
+                assert float(answers.reference[number]) == -place
+                assert float(other.row_loss.reference[number]) == -place - 1
                 start, stop = other.edges[number : number + 2]
                 mismatched = [1, 4, 0, 2, 3][document]
                 answer = np.arange(store.offsets[mismatched] + 3, store.offsets[mismatched + 1] + 1).tolist()

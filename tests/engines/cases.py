@@ -97,7 +97,7 @@ class Case:
 
     def micro_batch(self, sequence: list[Tensor]) -> MicroBatch:
         batch = micro_batch(sequence)
-        return replace(batch, answers=rated_answers(sequence)) if self.rated else batch
+        return replace(batch, row_loss=rated_answers(sequence)) if self.rated else batch
 
     def documents(self, step: int, world_size: int) -> list[list[Tensor]]:
         batch = documents(step)
@@ -306,11 +306,12 @@ def micro_batch(sequence: list[Tensor]) -> MicroBatch:
 def rated_answers(sequence: list[Tensor]) -> RatedAnswers:
     """Answers whose reference and divergence nearly cancel: in bf16, the reference would be off by up to 16."""
     numbers = torch.arange(len(sequence)).repeat_interleave(torch.tensor([len(document) for document in sequence]))
+    tokens = (micro_batch(sequence).labels != -100).nonzero().flatten()
     lengths = torch.tensor([[len(document) - 1.0] for document in sequence])
     desirable = torch.arange(len(sequence)) % 2 == 0
     reference = -4100.33 - 4.2 * lengths
     objective = Objective("kto", 0.3, desirable_weight=1.37)
-    return RatedAnswers(objective, numbers, lengths, reference, desirable=desirable, divergence=4100.0)
+    return RatedAnswers(tokens, objective, numbers[tokens], lengths, reference, desirable=desirable, divergence=4100.0)
 
 
 def predicted(sequences: list[list[Tensor]]) -> int:

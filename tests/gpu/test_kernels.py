@@ -182,14 +182,15 @@ def test_preferences_are_those_of_a_cpu() -> None:
     reference = torch.tensor([[-150.0, -149.0], [-151.0, -148.0]])
     fed = batch()
     lengths = torch.stack([(fed.labels[start : start + 24] != -100).sum() for start in range(0, 96, 24)]).view(2, 2)
-    answers = Answers(objective, torch.arange(96) // 24, lengths.float(), reference)
-    fed = replace(fed, answers=answers)
+    tokens = (fed.labels != -100).nonzero().flatten()
+    answers = Answers(tokens, objective, tokens // 24, lengths.float(), reference)
+    fed = replace(fed, row_loss=answers)
     hidden, weight = torch.randn(96, 64), torch.randn(512, 64)
     results = []
     for device in ("cpu", DEVICE):
         there = fed.to(torch.device(device))
         leaf = hidden.to(device, copy=True).requires_grad_()
-        chosen = there.chosen or choose(there.labels, there.answers)
+        chosen = there.chosen or choose(there.labels, there.row_loss)
         logprobs, scaled = head_loss_on(device)(leaf, weight.to(device), there.labels, 0.5, chosen=chosen)
         scaled.backward()
         assert leaf.grad is not None

@@ -47,11 +47,12 @@ def batch_of(objective: Objective, rated: bool) -> MicroBatch:
     numbers = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
     shape = (-1, 1 if objective.rates_answers else 2)
     lengths = torch.tensor([length - 1.0 for length in LENGTHS]).view(shape)
-    values = objective, numbers, lengths, -4.0 * lengths
+    tokens = (row.labels != -100).nonzero().flatten()
+    values = tokens, objective, numbers[tokens], lengths, -4.0 * lengths
     if not rated:
-        return replace(row, answers=Answers(*values))
+        return replace(row, row_loss=Answers(*values))
     desirable = torch.tensor([True, False, False, True])
-    return replace(row, answers=RatedAnswers(*values, desirable=desirable, divergence=0.7))
+    return replace(row, row_loss=RatedAnswers(*values, desirable=desirable, divergence=0.7))
 
 
 def logprobs_of(head: str, row: MicroBatch) -> Tensor:
@@ -60,8 +61,8 @@ def logprobs_of(head: str, row: MicroBatch) -> Tensor:
         ids = row.input_ids[start:stop]
         logits = model(head)(input_ids=ids[None]).logits[0, :-1]
         sums.append(-nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-    assert row.answers is not None
-    return torch.stack(sums).view(row.answers.lengths.shape)
+    assert isinstance(row.row_loss, Answers)
+    return torch.stack(sums).view(row.row_loss.lengths.shape)
 
 
 @pytest.mark.few(5)
@@ -79,11 +80,11 @@ def test_answers_have_the_log_probabilities_and_the_gradient_of_the_model(head: 
     engine.ready()
     objective = Objective(name, beta=0.5)
     row = batch_of(objective, rated=objective.rates_answers)
+    assert isinstance(row.row_loss, Answers)
     expected = logprobs_of(head, row)
-    for evaluated in (row, batch_of(objective, rated=False)):
-        torch.testing.assert_close(engine.evaluate(evaluated), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(engine.backward(row, 0.25, last=True), expected.detach(), rtol=1e-5, atol=1e-5)
-    assert row.answers is not None
-    gradients = torch.autograd.grad(0.25 * row.answers.losses(expected).sum(), list(weights.values()))
+    results = [engine.evaluate(evaluated) for evaluated in (row, batch_of(objective, rated=False))]
+    for logprobs in (*results, engine.backward(row, 0.25, last=True)):
+        torch.testing.assert_close(row.row_loss.sums(logprobs), expected.detach(), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(0.25 * row.row_loss.losses(expected).sum(), list(weights.values()))
     norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
     assert engine.step(0.0, math.inf) == pytest.approx(norm, rel=1e-4)

@@ -234,7 +234,8 @@ def test_preference_loss_equals_autograd(backend: str, objective: Objective, by_
     token_losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")[:30]
     logprobs = -torch.zeros(4, dtype=hidden.dtype).index_add(0, answers, token_losses).view(2, 2)
     summed = objective.losses(logprobs, reference, lengths).sum()
-    expected = logprobs.detach(), *torch.autograd.grad(summed * 0.25, (hidden, weight))
+    tokens = (labels != -100).nonzero().flatten()
+    expected = -token_losses.detach()[tokens], *torch.autograd.grad(summed * 0.25, (hidden, weight))
 
     rows: dict[int, Tensor] = {}
 
@@ -243,7 +244,7 @@ def test_preference_loss_equals_autograd(backend: str, objective: Objective, by_
         return rows[a]
 
     sink = GradientRows((0, 40, 41, VOCABULARY), buffer, lambda: None) if by_rows else None
-    chosen = choose(labels, Answers(objective, answers, lengths, reference))
+    chosen = choose(labels, Answers(tokens, objective, answers[tokens], lengths, reference))
     result, scaled = fused(hidden, weight, labels, 0.25, sink, chosen)
     scaled.backward()
     gradient = torch.cat([rows[a] for a in sorted(rows)]) if by_rows else weight.grad
@@ -265,7 +266,7 @@ def test_loss_of_the_caller_with_entropies(backend: str) -> None:
         return (logprobs.exp() * sequence["weights"] - entropies.square()).sum()
 
     sequence = TokenSequence(ids, [False, *(labels != -100).tolist()], weights)
-    token_loss = TokenLoss([(sequence,)], loss, places)
+    token_loss = TokenLoss(places, [(sequence,)], loss)
     _, scaled = BACKENDS[backend](hidden, weight, labels, 0.5, chosen=choose(labels, token_loss))
     gradients = torch.autograd.grad(scaled, (hidden, weight))
     logprobs = F.linear(hidden, weight)[places].log_softmax(1)

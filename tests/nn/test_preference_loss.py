@@ -62,7 +62,7 @@ def test_losses_and_weights_are_those_of_the_formulas(name: str) -> None:
         objective.losses(LOGPROBS, REFERENCE, LENGTHS), torch.tensor(expected), rtol=1e-5, atol=1e-6
     )
     # The weight of a token in the cross-entropy is -dL/d(log-probability of its answer).
-    pairs = Answers(objective, torch.arange(6), LENGTHS, REFERENCE)
+    pairs = Answers(torch.arange(6), objective, torch.arange(6), LENGTHS, REFERENCE)
     step = 1e-5
     for pair in range(3):
         for answer in range(2):
@@ -70,7 +70,7 @@ def test_losses_and_weights_are_those_of_the_formulas(name: str) -> None:
             changed[answer] = step
             q, n = REFERENCE[pair].double(), LENGTHS[pair].double()
             slope = (formula(rows[pair] + changed, q, n) - formula(rows[pair] - changed, q, n)) / (2 * step)
-            weight = float(pairs.weights(LOGPROBS)[2 * pair + answer])
+            weight = float(pairs.weights(-LOGPROBS.view(-1))[2 * pair + answer])
             assert weight == pytest.approx(-slope, rel=1e-3, abs=1e-5)
 
 
@@ -78,11 +78,15 @@ def test_kto_compares_answers_with_the_divergence() -> None:
     objective = Objective("kto", 0.4, desirable_weight=1.5, undesirable_weight=0.5)
     logprobs, reference = torch.tensor([[-31.0], [-12.0], [-3.0]]), torch.tensor([[-30.0], [-15.0], [-5.0]])
     desirable = torch.tensor([True, False, True])
-    answers = RatedAnswers(objective, torch.arange(3), torch.ones(3, 1), reference, desirable=desirable, divergence=2)
+    lengths = torch.ones(3, 1)
+    answers = RatedAnswers(
+        torch.arange(3), objective, torch.arange(3), lengths, reference, desirable=desirable, divergence=2
+    )
     losses = [1.5 * sigmoid(-0.4 * (-1 - 2)), 0.5 * sigmoid(0.4 * (3 - 2)), 1.5 * sigmoid(-0.4 * (2 - 2))]
     assert answers.losses(logprobs).tolist() == pytest.approx(losses)
     slopes = [-0.4 * losses[0] * sigmoid(0.4 * -3), 0.4 * losses[1] * sigmoid(-0.4), -0.4 * losses[2] * 0.5]
-    assert answers.weights(logprobs).tolist() == pytest.approx([-slope for slope in slopes])
+    logprobs = logprobs[:, 0]  # of answers of one token
+    assert answers.weights(-logprobs).tolist() == pytest.approx([-slope for slope in slopes])
     assert answers.summed_ratios(logprobs) == pytest.approx(-1 + 3 + 2)
     assert objective.means(answers.metrics(logprobs), 3) == pytest.approx(
         {
@@ -100,8 +104,8 @@ def test_kto_compares_answers_with_the_divergence() -> None:
 
 
 def test_metrics_have_trl_s_names() -> None:
-    pairs = Answers(Objective("dpo", 0.4), torch.arange(6), LENGTHS, REFERENCE)
-    metrics = pairs.metrics(LOGPROBS)
+    pairs = Answers(torch.arange(6), Objective("dpo", 0.4), torch.arange(6), LENGTHS, REFERENCE)
+    metrics = pairs.metrics(LOGPROBS.view(-1))
     assert metrics["rewards/chosen"] == pytest.approx(0.4 * (-1 + 3))
     assert metrics["rewards/rejected"] == pytest.approx(0.4 * (1.5 - 7))
     assert metrics["rewards/margins"] == pytest.approx(0.4 * (2 + 5.5))

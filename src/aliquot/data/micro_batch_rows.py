@@ -132,7 +132,7 @@ class Layout:
         objective = self.format.objective
         if objective is None:
             return row
-        row = replace(row, answers=self._answers(objective, store, pieces, row))
+        row = replace(row, row_loss=self._answers(objective, store, pieces, row))
         if store.desirable is not None:
             row = replace(row, mismatched=self._mismatched(store, [start for start, _ in pieces if start >= 0], calls))
         return row
@@ -152,15 +152,16 @@ class Layout:
         `pieces` are answers, and padding at the end; a chosen answer precedes the rejected answer of its pair.
         """
         starts, lengths = np.array(pieces).T
-        number = np.maximum(np.cumsum(starts >= 0) - 1, 0)  # padding, which has no labels, counts with any answer
-        numbers = torch.from_numpy(np.repeat(number, lengths))
+        number = np.cumsum(starts >= 0) - 1  # padding has no labels
         starts = starts[starts >= 0]
-        labels = torch.zeros(len(starts)).index_add_(0, numbers, (row.labels != IGNORE).float())
+        tokens = (row.labels != IGNORE).nonzero().flatten()
+        numbers = torch.from_numpy(np.repeat(number, lengths))[tokens]
+        labels = torch.bincount(numbers, minlength=len(starts)).float()
         places = store.places(starts)
         values = np.zeros(len(starts), np.float32) if store.reference is None else store.reference[places]
         group = 1 if objective.rates_answers else 2
-        shaped = labels.view(-1, group), torch.from_numpy(values).view(-1, group)
+        facts = numbers, labels.view(-1, group), torch.from_numpy(values).view(-1, group), tuple(places.tolist())
         if store.desirable is None:
-            return Answers(objective, numbers, *shaped, tuple(places.tolist()))
+            return Answers(tokens, objective, *facts)
         desirable = torch.from_numpy(store.desirable[np.searchsorted(store.offsets, starts)] > 0)
-        return RatedAnswers(objective, numbers, *shaped, tuple(places.tolist()), desirable=desirable)
+        return RatedAnswers(tokens, objective, *facts, desirable=desirable)

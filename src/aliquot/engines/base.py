@@ -151,7 +151,7 @@ class Engine(PartStore, ViewableStore, Protocol):
     def evaluate(self, batch: MicroBatch | None) -> Tensor:
         """Return the summed loss, an fp32 scalar, without gradients. With `batch` None, only join the collectives.
 
-        For `batch.answers`, the result is the log-probability of each answer instead, fp32 [pairs, 2] or [answers, 1].
+        For `batch.row_loss`, the result is the log-probability of each learned token instead, fp32 [L].
         """
         ...
 

@@ -72,10 +72,10 @@ class ModelEngine:
         fed = (batch.with_equal_calls() if self._gathers else batch).to(self._device)
         inputs = fed.input_ids, fed.position_ids, fed.labels, Documents(fed.edges, self._attention).on(self._device)
         if not self._spec.fused_loss:
-            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.answers, fed.chosen)
+            result, loss = model_calls.whole_logits_loss(self._model, *inputs, fed.row_loss, fed.chosen)
             scaled = loss * scale
         else:
-            result, scaled = self._fused_loss(*inputs, scale, fed.chosen or choose(fed.labels, fed.answers))
+            result, scaled = self._fused_loss(*inputs, scale, fed.chosen or choose(fed.labels, fed.row_loss))
         return result, model_calls.with_auxiliary(self._model, scaled, scale, fed.labels, inputs[-1])
 
     def _fused_loss(

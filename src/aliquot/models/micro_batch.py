@@ -11,8 +11,8 @@ from torch import Tensor
 
 from aliquot.nn.head_loss import Chosen, choose
 from aliquot.nn.logits_gradient import IGNORE
-from aliquot.nn.preference_loss import Answers, RatedAnswers
-from aliquot.nn.token_loss import TokenLoss
+from aliquot.nn.preference_loss import RatedAnswers
+from aliquot.nn.row_loss import RowLoss
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,8 @@ class MicroBatch:
     calls: int = 0  # the largest number of documents of any rank, if the model runs one forward pass per document
     source: int = 0  # index of the data source
     chosen: Chosen | None = None  # tokens for which the loss is computed; None: the loss selects them by `labels`
-    # The answers or the caller's sequences in the row, whose loss replaces the cross-entropy
-    answers: Answers | TokenLoss | None = None
-    mismatched: MicroBatch | None = None  # answers to the prompts of `answers`, for the divergence of KTO
+    row_loss: RowLoss | None = None  # replaces the cross-entropy
+    mismatched: MicroBatch | None = None  # answers to the prompts of rated answers, for the divergence of KTO
 
     @property
     def predicted(self) -> int:
@@ -44,10 +43,10 @@ class MicroBatch:
 
     def metrics(self, result: SupportsFloat | Tensor) -> dict[str, float]:
         """Return the summed loss, and for preferences sums of further metrics, from the result of an engine."""
-        if self.answers is None:
+        if self.row_loss is None:
             return {"loss": float(result)}
         assert isinstance(result, Tensor)
-        return self.answers.metrics(result)
+        return self.row_loss.metrics(result)
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy the micro-batch to `device` asynchronously.
@@ -56,7 +55,7 @@ class MicroBatch:
         """
         if self.input_ids.device.type == device.type:
             return self
-        chosen = self.chosen or choose(self.labels, self.answers)
+        chosen = self.chosen or choose(self.labels, self.row_loss)
         rows = torch.stack([self.input_ids, self.labels, self.position_ids]).pin_memory()
         ids, labels, positions = rows.to(device, non_blocking=True)
         return replace(
@@ -65,19 +64,19 @@ class MicroBatch:
             labels=labels,
             position_ids=positions,
             chosen=chosen.to(device),
-            answers=self.answers and self.answers.to(device),
+            row_loss=self.row_loss and self.row_loss.to(device),
             mismatched=self.mismatched and self.mismatched.to(device),
         )
 
     def with_divergence(self, divergence: float) -> MicroBatch:
         """Return the micro-batch of rated answers without `mismatched`, from which `divergence` was computed."""
-        answers, chosen = self.answers, self.chosen
+        answers, chosen = self.row_loss, self.chosen
         if not isinstance(answers, RatedAnswers):
             return self
-        if chosen is not None and isinstance(chosen.answers, RatedAnswers):
-            chosen = replace(chosen, answers=replace(chosen.answers, divergence=divergence))
+        if chosen is not None and isinstance(chosen.row_loss, RatedAnswers):
+            chosen = replace(chosen, row_loss=replace(chosen.row_loss, divergence=divergence))
         answers = replace(answers, divergence=divergence)
-        return replace(self, answers=answers, chosen=chosen, mismatched=None)
+        return replace(self, row_loss=answers, chosen=chosen, mismatched=None)
 
     def with_equal_calls(self) -> MicroBatch:
         """Add one-token documents without a label, so that all ranks run the same number of forward passes.

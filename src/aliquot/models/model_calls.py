@@ -15,8 +15,7 @@ from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.experts.expert_modules import note_balance
 from aliquot.nn.head_loss import Chosen
 from aliquot.nn.logits_gradient import IGNORE, token_cross_entropy, token_entropies
-from aliquot.nn.preference_loss import Answers
-from aliquot.nn.token_loss import TokenLoss
+from aliquot.nn.row_loss import RowLoss
 
 
 def logits(model: nn.Module, ids: Tensor, positions: Tensor, documents: Documents) -> Tensor:
@@ -39,30 +38,29 @@ def whole_logits_loss(
     positions: Tensor,
     labels: Tensor,
     documents: Documents,
-    answers: Answers | TokenLoss | None = None,
+    row_loss: RowLoss | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss, detached and for autograd, computed from the logits of all tokens at once.
 
     This is for models whose logits are not just the product with the output head, for example with a soft-cap. With
-    `answers`, the results are those of nn/head_loss.py.
+    `row_loss`, the results are those of nn/head_loss.py.
     """
     values = logits(model, ids, positions, documents)
     if chosen is not None and chosen.labels is not None:
-        values, labels, answers = values[:, chosen.rows], chosen.labels, chosen.answers
+        values, labels, row_loss = values[:, chosen.rows], chosen.labels, chosen.row_loss
     losses = token_cross_entropy(values, labels)
-    if answers is None:
+    if row_loss is None:
         summed = losses.sum()
         return summed.detach(), summed
-    logprobs = answers.logprobs(losses.detach())
+    logprobs = row_loss.logprobs(losses.detach())
     if not torch.is_grad_enabled():  # mismatched answers have log-probabilities, but no loss
         return logprobs, logprobs
-    if not (isinstance(answers, TokenLoss) and answers.needs_entropies):
-        weights = answers.weights(logprobs)
-        return logprobs, (losses[: len(weights)] * weights).sum()
+    if not row_loss.needs_entropies:
+        return logprobs, (losses * row_loss.weights(losses.detach())).sum()
     entropies = token_entropies(values[0])
-    weights = answers.weights(logprobs, entropies.detach())
-    return logprobs, (torch.stack([losses, entropies], 1)[: len(weights)] * weights).sum()
+    weights = row_loss.weights(losses.detach(), entropies.detach())
+    return logprobs, (torch.stack([losses, entropies], 1) * weights).sum()
 
 
 def with_auxiliary(model: nn.Module, summed: Tensor, scale: float, labels: Tensor, documents: Documents) -> Tensor:

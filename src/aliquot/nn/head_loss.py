@@ -4,8 +4,8 @@ The forward pass already computes the gradients, and overwrites the logits with 
 once, in the compute dtype, and only for tokens with a label and a few filler tokens. If these logits are too large,
 they are computed twice, in chunks.
 
-For preferences (nn/preference_loss.py) the head runs twice: first for the log-probabilities of the answers, then
-for gradients, in which each token has a weight that depends on these log-probabilities.
+For a loss of log-probabilities (nn/row_loss.py) the head runs twice: first for the log-probabilities, then for
+gradients, in which each token has a weight that depends on all log-probabilities.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from aliquot.nn.logits_gradient import (
     token_cross_entropy,
     token_entropies,
 )
-from aliquot.nn.preference_loss import Answers
 from aliquot.nn.product_shapes import HOST_LOGITS_BYTES, LOGITS_ROW_COUNTS, logits_room
-from aliquot.nn.token_loss import TokenLoss
+from aliquot.nn.row_loss import RowLoss
 
 Blocks = Callable[[range], Iterable[int]]
 
@@ -59,14 +58,13 @@ class Chosen:
 
     rows: Tensor | None  # int64, indices of tokens, those with a label first; None: all tokens
     learned: int  # number of tokens with a label
-    # The answers, or the sequences of the caller, to which the tokens with a label belong, in the order of `rows`
-    answers: Answers | TokenLoss | None = None
+    row_loss: RowLoss | None = None  # replaces the cross-entropy; of the tokens with a label, in the order of `rows`
     labels: Tensor | None = None  # of `rows`, which may name a token several times; None: the labels of the tokens
 
     def to(self, device: torch.device) -> Self:
         """Copy the tensors to `device` asynchronously."""
         rows, labels = (None if tensor is None else send(tensor, device) for tensor in (self.rows, self.labels))
-        return replace(self, rows=rows, labels=labels, answers=self.answers and self.answers.to(device))
+        return replace(self, rows=rows, labels=labels, row_loss=self.row_loss and self.row_loss.to(device))
 
 
 def head_loss_on(
@@ -111,9 +109,9 @@ class FusedLoss:
         Shapes: hidden [T, E], weight [V, E], labels int64 [T], already shifted. Call backward() on the second value
         without further scaling. Without autograd, both values are the unscaled sum. With `rows`, this call sends the
         gradient of `weight` to `rows`, and autograd gets none. `chosen`: the result of `choose(labels)`, if known.
-        `room`: a buffer from `self.room` for the logits, which this call overwrites. With `chosen.answers`, the first
-        result holds the log-probabilities of these answers, fp32 [P, 2] or [A, 1], and the second has the gradient of
-        `scale` times their summed loss, but not its value.
+        `room`: a buffer from `self.room` for the logits, which this call overwrites. With `chosen.row_loss`, the first
+        result holds the log-probabilities of the learned tokens, fp32 [L], and the second has the gradient of `scale`
+        times the summed loss, but not its value.
         """
         hidden = hidden.to(weight.dtype)  # as transformers does: Mamba returns fp32 for weights of any dtype
         chosen = chosen or choose(labels)
@@ -123,18 +121,17 @@ class FusedLoss:
             labels = labels[chosen.rows] if chosen.labels is None else chosen.labels
         if not torch.is_grad_enabled():
             losses, _ = self._token_losses(hidden, weight, labels, room)
-            result = losses.sum() if chosen.answers is None else chosen.answers.logprobs(losses[: chosen.learned])
+            result = losses.sum() if chosen.row_loss is None else chosen.row_loss.logprobs(losses)
             return result, result
         logprobs: Tensor | None = None
         scales: float | Tensor = scale
-        if chosen.answers is not None:
-            needs_entropies = isinstance(chosen.answers, TokenLoss) and chosen.answers.needs_entropies
+        if chosen.row_loss is not None:
             with torch.no_grad():
                 losses, entropies = self._token_losses(
-                    hidden[: chosen.learned], weight, labels[: chosen.learned], room, needs_entropies
+                    hidden[: chosen.learned], weight, labels[: chosen.learned], room, chosen.row_loss.needs_entropies
                 )
-            logprobs = chosen.answers.logprobs(losses)
-            weights = chosen.answers.weights(logprobs, entropies) * scale
+            logprobs = chosen.row_loss.logprobs(losses)
+            weights = chosen.row_loss.weights(losses, entropies) * scale
             if entropies is not None:
                 weights = torch.cat([weights, entropies[:, None]], 1)
             weights = weights.view(len(weights), -1)
@@ -225,13 +222,12 @@ class FusedLoss:
         return summed
 
 
-def choose(labels: Tensor, answers: Answers | TokenLoss | None = None) -> Chosen:
+def choose(labels: Tensor, row_loss: RowLoss | None = None) -> Chosen:
     """Return the tokens that enter the loss of labels [T], on the device of the labels."""
     labelled = labels != IGNORE
     learned = int(labelled.sum())
-    if answers is not None:
-        answers = answers.select(labelled.nonzero().flatten())
-    return Chosen(None if learned == len(labels) else _labelled_first(labelled), learned, answers)
+    rows = None if learned == len(labels) else _labelled_first(labelled)
+    return Chosen(rows, learned, row_loss and row_loss.compact())
 
 
 def _labelled_first(labelled: Tensor) -> Tensor:

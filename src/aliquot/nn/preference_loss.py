@@ -1,9 +1,4 @@
-"""Losses of preference training: DPO, SimPO, ORPO and KTO, as functions of the log-probabilities of answers.
-
-The loss of a pair of answers, or of a rated answer, depends on the model only through log-probabilities of answers. Its
-gradient is therefore a weighted cross-entropy: every token of an answer has the weight -dL/d(log-probability). The
-output head computes all log-probabilities first, and then the gradient with these weights (nn/head_loss.py).
-"""
+"""Losses of preference training: DPO, SimPO, ORPO and KTO, as functions of the log-probabilities of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aliquot.machine.device_copies import send
+from aliquot.nn.row_loss import RowLoss
 
 Name = Literal["dpo", "simpo", "orpo", "kto"]
 
@@ -105,51 +100,39 @@ def _log_complement(logprobs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The answers in a row of tokens: P pairs with two answers each, or A rated answers, which are A groups of one.
-
-    `numbers` may be shorter than the row, because further documents have no labels.
-    """
+class Answers(RowLoss):
+    """The answers in a row of tokens: P pairs with two answers each, or A rated answers, which are A groups of one."""
 
     objective: Objective
-    numbers: Tensor  # int64 [T], the answer to which each token belongs; any number for a token without a label
+    numbers: Tensor  # int64 [L], the answer to which each learned token belongs
     lengths: Tensor  # fp32 [P, 2] or [A, 1], number of labels of each answer
     reference: Tensor  # the same shape, log-probabilities before training; 0 if the objective does not use them
     places: tuple[int, ...] = ()  # index of each answer in `TokenStore.reference`
 
-    def to(self, device: torch.device) -> Self:
-        """Copy the tensors to `device` asynchronously."""
-        numbers, lengths, reference = (send(tensor, device) for tensor in (self.numbers, self.lengths, self.reference))
-        return replace(self, numbers=numbers, lengths=lengths, reference=reference)
+    def total(self, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor:
+        return self.losses(self.sums(logprobs)).sum()
 
-    def select(self, rows: Tensor) -> Self:
-        """Return the answers with only the `rows` of `numbers`."""
-        return replace(self, numbers=self.numbers[rows])
-
-    def logprobs(self, losses: Tensor) -> Tensor:
-        """Return the log-probability of each answer, fp32 in the shape of `lengths`, from the loss of each token."""
-        sums = torch.zeros(self.lengths.numel(), dtype=torch.float64, device=losses.device)
-        sums.index_add_(0, self.numbers, losses[: len(self.numbers)].double())
-        return -sums.view(self.lengths.shape).float()
-
-    def weights(self, logprobs: Tensor, _: Tensor | None = None) -> Tensor:
-        """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T]."""
-        with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
-            gradient = torch.autograd.grad(self.losses(leaf).sum(), leaf)[0]
-        return -gradient.view(-1)[self.numbers]
+    def sums(self, logprobs: Tensor) -> Tensor:
+        """Return the log-probability of each answer, fp32 in the shape of `lengths`, from that of each token."""
+        sums = torch.zeros(self.lengths.numel(), dtype=torch.float64, device=logprobs.device)
+        return sums.index_add(0, self.numbers.to(logprobs.device), logprobs.double()).view(self.lengths.shape).float()
 
     def summed_ratios(self, logprobs: Tensor) -> float:
         """Return the sum of the log-ratios, log(p / reference), of all answers."""
-        return float((logprobs.to(self.reference.device) - self.reference).double().sum())
+        return float((self.sums(logprobs).to(self.reference.device) - self.reference).double().sum())
+
+    def without_tokens(self, logprobs: Tensor) -> tuple[Self, Tensor]:
+        """Return answers of one token each, and its log-probability: they have the same losses and metrics."""
+        sums = self.sums(logprobs).cpu().view(-1)
+        return replace(self, tokens=torch.arange(len(sums)), numbers=torch.arange(len(sums))), sums
 
     def losses(self, logprobs: Tensor) -> Tensor:
-        """Return the loss of each pair."""
+        """Return the loss of each pair, from the log-probabilities of answers."""
         return self.objective.losses(logprobs, self.reference, self.lengths)
 
     def metrics(self, logprobs: Tensor) -> dict[str, float]:
         """Return the sums over all pairs of the loss and of TRL's metrics."""
-        logprobs = logprobs.to(self.lengths.device)
+        logprobs = self.sums(logprobs).to(self.lengths.device)
         rewards = self.objective.rewards(logprobs, self.reference, self.lengths)
         margins = rewards[:, 0] - rewards[:, 1]
         return _sums(
@@ -176,11 +159,8 @@ class RatedAnswers(Answers):
     desirable: Tensor = field(kw_only=True)  # bool [A]
     divergence: float = 0.0
 
-    def to(self, device: torch.device) -> Self:
-        return replace(super().to(device), desirable=send(self.desirable, device))
-
     def losses(self, logprobs: Tensor) -> Tensor:
-        """Return the loss of each answer."""
+        """Return the loss of each answer, from the log-probabilities of answers."""
         objective, above = self.objective, (logprobs - self.reference)[:, 0] - self.divergence
         good = objective.desirable_weight * (1 - torch.sigmoid(objective.beta * above))
         bad = objective.undesirable_weight * (1 - torch.sigmoid(-objective.beta * above))
@@ -188,7 +168,7 @@ class RatedAnswers(Answers):
 
     def metrics(self, logprobs: Tensor) -> dict[str, float]:
         """Return the sums of the loss and of TRL's metrics, over all, desirable ("chosen") or undesirable answers."""
-        logprobs = logprobs.to(self.lengths.device)
+        logprobs = self.sums(logprobs).to(self.lengths.device)
         rewards = self.objective.rewards(logprobs, self.reference, self.lengths)[:, 0]
         chosen, rejected = self.desirable.double(), (~self.desirable).double()
         return _sums(

@@ -1,22 +1,18 @@
-"""A loss of the caller: a function of the log-probabilities of the tokens of a sequence, with exact gradients.
-
-As for preferences (nn/preference_loss.py), the loss depends on the model only through log-probabilities. Its gradient
-is therefore a weighted cross-entropy: every token has the weight -dL/d(log-probability), which autograd computes from
-the caller's function. The function never sees logits, which stay in chunks (nn/head_loss.py).
-"""
+"""A loss of the caller: a function of the log-probabilities of the tokens of a sequence, with exact gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aliquot.core.errors import UsageError, describe_failure
-from aliquot.machine.device_copies import send
+from aliquot.nn.row_loss import RowLoss
 
 LossFunction = Callable[..., Tensor]
 
@@ -85,55 +81,47 @@ class LossOutcome:
 
 
 @dataclass(frozen=True)
-class TokenLoss:
-    """The loss of the groups of sequences in a row of tokens. It takes the place of `Answers` in a micro-batch."""
+class TokenLoss(RowLoss):
+    """The loss of the groups of sequences in a row of tokens."""
 
     groups: Sequence[Group]
     function: LossFunction | None  # None: only log-probabilities are computed
-    places: Tensor  # int64 [L], the index of each learned token among the losses of tokens
     outcome: LossOutcome = field(default_factory=LossOutcome)  # shared by copies, which the engine makes
-
-    def to(self, device: torch.device) -> Self:
-        """Copy the tensors to `device` asynchronously."""
-        return replace(self, places=send(self.places, device))
-
-    def select(self, rows: Tensor) -> Self:
-        """Return the loss for a vector that begins with the losses of these learned tokens, in their order."""
-        return replace(self, places=torch.arange(len(rows), device=self.places.device))
-
-    def logprobs(self, losses: Tensor) -> Tensor:
-        """Return the log-probability of each learned token, fp32 [L], from the loss of each token."""
-        return -losses[self.places]
 
     @property
     def needs_entropies(self) -> bool:
-        """Whether the function has a parameter `entropies`."""
         return self.function is not None and "entropies" in signature(self.function).parameters
 
-    def weights(self, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor:
-        """Return the weight of each token in the cross-entropy that has the gradient of the summed loss, fp32 [T].
+    @property
+    def failure(self) -> str | None:
+        return self.outcome.failure
 
-        With `entropies` of all tokens, fp32 [T], the weights are [T, 2]: also those of the entropies. An error of the
-        caller's function is recorded, because all ranks must finish the micro-batch together. The gradient is then 0.
-        """
-        leaves = [logprobs.detach().cpu().requires_grad_()]
-        if entropies is not None:
-            leaves.append(entropies[self.places].detach().cpu().requires_grad_())
-        weights = torch.zeros(int(self.places[-1]) + 1 if len(self.places) else 0, len(leaves), device=logprobs.device)
+    def total(self, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor:
+        """Return the summed loss of all groups. The function gets tuples if a group has several sequences."""
         assert self.function is not None
+        pieces = [self.split(values.cpu()) for values in (logprobs, entropies) if values is not None]
+        losses = []
+        for group, *values in zip(self.groups, *pieces, strict=True):
+            named = dict(zip(("logprobs", "entropies"), values, strict=False))
+            if len(group) == 1:
+                named = {name: tensors[0] for name, tensors in named.items()}
+            result = self.function(named.pop("logprobs"), group[0] if len(group) == 1 else group, **named)
+            losses.append(_checked(result))
+        total = torch.stack(losses).sum()
+        self.outcome.total = total.item()
+        return total
+
+    def gradients(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients, or zeros if the function fails, because all ranks must finish the micro-batch."""
         try:
-            with torch.enable_grad():
-                total = torch.stack([_checked(loss) for loss in self._losses(self.function, *leaves)]).sum()
-                gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
-            if not all(tensor.isfinite().all() for tensor in (total, *gradients)):
+            gradients = super().gradients(leaves)
+            if not math.isfinite(self.outcome.total) or not all(gradient.isfinite().all() for gradient in gradients):
                 raise ValueError("the loss or its gradient is not finite")
         except Exception as error:
+            assert self.function is not None
             self.outcome.failure = describe_failure(self.function, f"{loss_name(self.function)} failed", error)
-        else:
-            self.outcome.total = total.item()
-            # The cross-entropy is the negative log-probability.
-            weights[self.places] = torch.stack([-gradients[0], *gradients[1:]], 1).to(weights)
-        return weights if len(leaves) > 1 else weights[:, 0]
+            return tuple(map(torch.zeros_like, leaves))
+        return gradients
 
     def split(self, logprobs: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the log-probabilities [L] by group and sequence."""
@@ -142,20 +130,9 @@ class TokenLoss:
         values = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
         return [tuple(next(values) for _ in group) for group in self.groups]
 
-    def metrics(self, _: Tensor) -> dict[str, float]:
+    def metrics(self, logprobs: Tensor) -> dict[str, float]:
+        """Return the summed loss that `weights` has computed."""
         return {"loss": self.outcome.total}
-
-    def _losses(self, function: LossFunction, *leaves: Tensor) -> list[Tensor]:
-        """Return the loss of each group. The function gets tuples if a group has several sequences."""
-        pieces = [self.split(leaf) for leaf in leaves]
-        losses = []
-        for group, *values in zip(self.groups, *pieces, strict=True):
-            named = dict(zip(("logprobs", "entropies"), values, strict=False))
-            if len(group) == 1:
-                named = {name: tensors[0] for name, tensors in named.items()}
-            logprobs = named.pop("logprobs")
-            losses.append(function(logprobs, group[0] if len(group) == 1 else group, **named))
-        return losses
 
 
 def loss_name(function: LossFunction | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +105,8 @@ def token_logprobs(trainer: Trainer, groups: Sequence[Group], reference: bool, s
         for micro_batch in batch.micro_batches:
             logprobs = trainer.model.engine.evaluate(micro_batch)
             trainer.watchdog.beat()
-            if micro_batch is not None and isinstance(micro_batch.answers, TokenLoss):
-                results += [piece for pieces in micro_batch.answers.split(logprobs.cpu()) for piece in pieces]
+            if micro_batch is not None and isinstance(micro_batch.row_loss, TokenLoss):
+                results += [piece for pieces in micro_batch.row_loss.split(logprobs.cpu()) for piece in pieces]
     if not scatter:
         return results
     all_results: dict[int, Tensor] = {}
@@ -174,7 +175,7 @@ def _micro_batch(trainer: Trainer, row: list[Group], loss: LossFunction | None, 
         labels[start : stop - 1] = torch.where(sequence.mask[1:], ids[start + 1 : stop], IGNORE)
     for start, stop in pairwise(edges):
         positions[start:stop] = torch.arange(stop - start)
-    token_loss, chosen = TokenLoss(row, loss, (labels != IGNORE).nonzero().flatten()), None
+    token_loss, chosen = TokenLoss((labels != IGNORE).nonzero().flatten(), row, loss), None
     if any(sequence.targets is not None for sequence in sequences):
         # The state before a token predicts its targets. A place with several targets is a row for each of them.
         rows = [
@@ -182,6 +183,6 @@ def _micro_batch(trainer: Trainer, row: list[Group], loss: LossFunction | None, 
             for sequence, start in zip(sequences, edges, strict=False)
         ]
         targets = torch.cat([sequence.labels.flatten() for sequence in sequences])
-        chosen = Chosen(torch.cat(rows), len(targets), token_loss.select(targets), targets)
+        chosen = Chosen(torch.cat(rows), len(targets), replace(token_loss, tokens=torch.arange(len(targets))), targets)
     seed = drawn_seed("dropout", trainer.config.run.seed, f"{trainer.progress.step}:{trainer.ranks.rank}:{index}")
-    return MicroBatch(ids, labels, positions, tuple(edges), seed, calls, chosen=chosen, answers=token_loss)
+    return MicroBatch(ids, labels, positions, tuple(edges), seed, calls, chosen=chosen, row_loss=token_loss)

@@ -66,7 +66,7 @@ def show_data(trainer: PreparedRun) -> None:
 def check_first_batch(trainer: PreparedRun) -> None:
     """Warn if a pretrained model predicts the first batch badly, or much better with a bos token. Collective."""
     batch = trainer.train_batches.step_batch(0, trainer.ranks.rank, trainer.ranks.world_size).micro_batches[0]
-    batch = batch and replace(batch, answers=None)  # the cross-entropy of all answers
+    batch = batch and replace(batch, row_loss=None)  # the cross-entropy of all answers
     vocabulary = trainer.resolved.source.config.get_text_config(decoder=True).vocab_size
     has_masks = {stream.source.store.mask is not None for stream in trainer.train_batches.streams}
     # In a mixture of data sources, ranks may see sources with and without loss masks. So the chat prefix is used only

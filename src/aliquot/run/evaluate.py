@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from aliquot.config.schema import RunConfig
@@ -54,9 +53,9 @@ def evaluate(
         result = engine.evaluate(micro_batch)
         if objective is not None and objective.rates_answers:
             ratios += mismatched_ratios(engine, micro_batch)
-        if micro_batch is not None and isinstance(micro_batch.answers, RatedAnswers):
+        if micro_batch is not None and isinstance(micro_batch.row_loss, RatedAnswers):
             # Their loss depends on the divergence of the whole set. The tokens are not needed any more.
-            rated.append((micro_batch.answers.select(torch.zeros(0, dtype=torch.int64)), result.cpu()))
+            rated.append(micro_batch.row_loss.without_tokens(result))
         else:
             add_metrics(sums, (micro_batch or MicroBatch.empty()).metrics(result))
         progress(done + 1, total, time.perf_counter() - start_s)
@@ -82,7 +81,7 @@ def mismatched_ratios(engine: Engine, micro_batch: MicroBatch | None) -> float:
     """
     mismatched = micro_batch and micro_batch.mismatched
     result = engine.evaluate(mismatched or micro_batch)
-    answers = None if mismatched is None else mismatched.answers
+    answers = None if mismatched is None else mismatched.row_loss
     return answers.summed_ratios(result) if isinstance(answers, Answers) else 0.0
 
 

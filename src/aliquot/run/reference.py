@@ -185,13 +185,16 @@ def _answer_logprobs(
     """
     engine = trainer.model.engine
     for micro_batch in batches.micro_batches(trainer.ranks.rank, trainer.ranks.world_size, first):
-        results = [engine.evaluate(micro_batch)]
+        passes = [micro_batch]
         if batches.store.desirable is not None:
-            results.append(engine.evaluate(micro_batch and (micro_batch.mismatched or micro_batch)))
-        answers = None if micro_batch is None else micro_batch.answers
-        places = answers.places if isinstance(answers, Answers) else ()
-        values = [result.view(-1).tolist() for result in results] if places else []
-        yield [([place + n for place in places], logprobs) for n, logprobs in enumerate(values)]
+            passes.append(micro_batch and (micro_batch.mismatched or micro_batch))
+        results = [(row and row.row_loss, engine.evaluate(row)) for row in passes]
+        places = answers.places if isinstance(answers := results[0][0], Answers) else ()
+        yield [
+            ([place + n for place in places], answers.sums(result).flatten().tolist())
+            for n, (answers, result) in enumerate(results)
+            if isinstance(answers, Answers)
+        ]
 
 
 def compare_with_reference(trainer: PreparedRun, run: ResolvedRun) -> ResolvedRun:

@@ -19,7 +19,6 @@ from aliquot.data.data_summary import StreamedIrregularities
 from aliquot.models.meta import attention_widths
 from aliquot.models.micro_batch import MicroBatch
 from aliquot.nn.experts.expert_modules import has_experts, mean_balance, spread, take_balance, take_counts
-from aliquot.nn.token_loss import TokenLoss
 from aliquot.observe.throughput import model_flops
 from aliquot.run.evaluate import Evaluator, add_metrics, mismatched_ratios
 from aliquot.run.reference import check_first_step
@@ -192,11 +191,10 @@ class TrainingLoop:
         failure = None
         if self._prefetcher is not None:
             failure = self._prefetcher.failure(lambda: makes_data and not self._trainer.shutdown.requested)
-        losses = (micro_batch.answers for micro_batch in batch.micro_batches if micro_batch is not None)
-        failures = (loss.outcome.failure for loss in losses if isinstance(loss, TokenLoss))
+        losses = (micro_batch and micro_batch.row_loss for micro_batch in batch.micro_batches)
         report = {
             "failure": failure and [type(failure).__name__, str(failure)],
-            "loss_failure": next(filter(None, failures), None),
+            "loss_failure": next((loss.failure for loss in losses if loss and loss.failure), None),
             "loss": [source_sums.pop("loss") for source_sums in sums],
             "preference": sums,
             "stop": self._trainer.shutdown.requested,
