@@ -164,7 +164,7 @@ def engine_spec(
         offload_directory=config.offload_directory,
         unsharded=unsharded if model.traits.packs else SHARDED,
         replicates=config.shard.replicate == "nodes",
-        base="bf16" if config.adapter is None else config.adapter.base,
+        base=model.base,
         compressed=model.compressed,
         exact=model.exact - model.learned,
         notes=tuple(notes),

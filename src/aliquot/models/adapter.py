@@ -26,7 +26,7 @@ from aliquot.core.small_files import with_home
 from aliquot.models.initialize import Fills, record_added
 from aliquot.models.lora_layers import expert_factors, fuse
 from aliquot.models.model_files import with_ends
-from aliquot.models.packed_experts import is_packed
+from aliquot.models.packed_weights import is_packed
 from aliquot.models.source import local_directory, model_on_meta
 from aliquot.models.stored_weights import (
     Published,
@@ -178,11 +178,11 @@ def _is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
-def compressible(model: PreTrainedModel) -> frozenset[str]:
+def compressible(model: PreTrainedModel, excluded: Sequence[str] = ()) -> frozenset[str]:
     """Return the names of frozen weights that adapter.base compresses: of linear layers and experts in decoder layers.
 
     Routers, which are linear layers beside experts, are not compressed. Neither are weights that several layers share,
-    or whose rows are no multiple of a block. Raises ConfigError if no weight remains.
+    whose rows are no multiple of a block, or in the modules `excluded`. Raises ConfigError if no weight remains.
     """
     modules = dict(model.named_modules())
     blocks = {_block(path) for path, module in modules.items() if weights_of(module) is not None}
@@ -196,6 +196,7 @@ def compressible(model: PreTrainedModel) -> frozenset[str]:
         for name, weight in model.named_parameters()
         if id(weight) in chosen and users[id(weight)] == 1 and not weight.requires_grad
         if name not in exact and is_compressible(tuple(weight.shape))
+        if not any(f".{module}." in f".{name.replace('.base_layer', '')}." for module in excluded)
     )
     if not names:
         raise ConfigError(
@@ -249,7 +250,7 @@ class MergedWeights:
         source = ByteMap.from_directory(self._directory)
         if any(is_packed(name, source.entries) for name in source.entries):
             raise WeightsFileError(
-                "its experts are in MXFP4, into which no adapter can be merged: serve the adapter beside this model",
+                "its weights are in 4 bits, into which no adapter can be merged: serve the adapter beside this model",
                 self._directory,
             )
         self._base = StoredWeights(source, reader)

@@ -23,7 +23,7 @@ from aliquot.core.errors import WeightsFileError
 from aliquot.core.on_rank_0 import RankGroup, gather_results
 from aliquot.core.small_files import open_regular
 from aliquot.models.adapter import BASE, STEM
-from aliquot.models.packed_experts import fill_packed, packed_weights
+from aliquot.models.packed_weights import fill_packed, packed_weights
 from aliquot.models.stored_weights import Published, PublishedParts, StoredNames, is_computed, tensors_of
 from aliquot.models.traits import one_thread
 from aliquot.tensor_io.bytemap import ByteMap, Shape, check_tensors
@@ -77,10 +77,11 @@ def load_weights(
         if published is not None and _is_published(stored, published, names):
             expected, target = tensors_of(published), PublishedParts(store, published)
         shapes = dict(expected)
-        packed = packed_weights(stored, shapes, directory)
-        matched = names.matched(stored, [name for name in (*shapes, *tied) if name not in packed])
+        matched = names.matched(stored, [*shapes, *tied])
+        packed = packed_weights(stored, matched, shapes, directory)
+        matched = {name: entry for name, entry in matched.items() if name not in packed}
         used = {entry.name for entry in matched.values()}
-        used |= {entry.name for weight in packed.values() for entry in (weight.blocks, weight.scales)}
+        used |= {entry.name for weight in packed.values() for entry in weight.entries}
         unused = [name for name, entry in stored.items() if name not in used and not is_computed(name, entry)]
         extra = names.unknown(unused, stored)
         if options.inform is not None and ranks.rank == 0 and (ignored := sorted(set(unused) - set(extra))):

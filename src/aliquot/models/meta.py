@@ -25,6 +25,7 @@ from aliquot.nn.attention.document_attention import register
 from aliquot.nn.experts.expert_modules import weights_of
 from aliquot.nn.experts.sorted_experts import IMPLEMENTATION, suits
 from aliquot.nn.experts.sorted_experts import register as register_experts
+from aliquot.tensor_io.code_sizes import CompressedFormat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,7 +53,8 @@ class MetaModel:
     traits: Traits
     dropout: bool  # whether the configuration or the adapter has dropout
     adapter: Adapter | None
-    compressed: frozenset[str] = frozenset()  # names of frozen weights that adapter.base compresses
+    base: CompressedFormat = "bf16"  # format of the frozen weights in `compressed`
+    compressed: frozenset[str] = frozenset()
 
     @property
     def numel(self) -> int:
@@ -76,6 +78,7 @@ def build(
     adapter: AdapterSection | None = None,
     frozen: Sequence[str] = (),
     drops: bool = True,
+    beside_nf4: Sequence[str] | None = None,
 ) -> MetaModel:
     """Build the model of `config` on the meta device.
 
@@ -86,6 +89,8 @@ def build(
         adapter: the LoRA adapter to add.
         frozen: name patterns of weights to freeze.
         drops: whether dropout of the model and the adapter is active in training.
+        beside_nf4: if the files store weights in nf4, the modules whose weights they store in 16 bits. Weights in nf4
+            keep their scales, because double quantisation would change them.
 
     Raises UserError for a model that transformers cannot run, that is not causal or that lacks layers or an embedding.
     Raises UserError also for an adapter or patterns that do not fit the model.
@@ -114,7 +119,9 @@ def build(
     if adapter is not None:
         adapter_weights, fills = adapt(model, adapter if drops else adapter.model_copy(update={"dropout": 0.0}))
     freeze(model, frozen)
-    compressed = compressible(model) if adapter is not None and adapter.base != "bf16" else frozenset()
+    base: CompressedFormat = "bf16" if adapter is None else adapter.base
+    if base == "nf4" and beside_nf4 is not None:
+        base = "nf4_single"
     return MetaModel(
         name=type(model).__name__,
         model=model,
@@ -128,7 +135,8 @@ def build(
         traits=model_traits,
         dropout=drops and has_dropout(config, adapter),
         adapter=adapter_weights,
-        compressed=compressed,
+        base=base,
+        compressed=frozenset() if base == "bf16" else compressible(model, beside_nf4 or ()),
     )
 
 

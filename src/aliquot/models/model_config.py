@@ -25,7 +25,7 @@ _LIMITS = {
     # Even on the meta device the rotary frequencies of an absurd width need memory.
     re.compile(r"(?!(.*_)?vocab_size)(.*_)?(size|dim|rank|heads?|model|embd|inner|ff)"): (10_000_000, "columns"),
 }
-_PACKED_EXPERTS = "mxfp4"  # the format that models/packed_experts.py reads
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 # Keys that do not affect the function that the weights compute: special tokens, auxiliary losses, the attention
 # implementation, initialisation, caching and the format of outputs. These keys may change when training continues.
 _ELSEWHERE = ("_token_id", "_loss", "implementation", "initializer", "init_std")
@@ -176,16 +176,22 @@ def without_quantization(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def refuse_quantized(config: PretrainedConfig, where: str) -> None:
-    """Raise UnsupportedModelError if the stored weights have a format that aliquot cannot read."""
-    settings: dict[str, Any] | None = getattr(config, "quantization_config", None)
+def modules_beside_nf4(config: PretrainedConfig, where: str) -> tuple[str, ...] | None:
+    """Return the modules whose weights the files do not store in nf4, if they store other weights in nf4; else None.
+
+    Raises UnsupportedModelError if the files store weights in a format that models/packed_weights.py cannot read.
+    """
+    settings: dict[str, Any] = getattr(config, "quantization_config", None) or {}
+    if _NF4.items() <= settings.items():
+        return tuple(map(str, settings.get("llm_int8_skip_modules") or ()))
     method = settings and settings.get("quant_method", "quantised")
-    if method and method != _PACKED_EXPERTS:
+    if method and method != "mxfp4":
         raise UnsupportedModelError(
             f"weights that are stored as {method} (quantization_config) are not supported: take the model's unquantised"
             " weights, or remove the key if the weights are unquantised",
             where,
         )
+    return None
 
 
 def computation_settings(config: PretrainedConfig) -> dict[str, Any]:

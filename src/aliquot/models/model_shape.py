@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from aliquot.tensor_io.code_sizes import CompressedFormat
+
 Shape = tuple[int, ...]
 
 
@@ -44,6 +46,7 @@ class ModelShape:
     # embedding, or the gradients of head and look-up of a tied embedding that the model itself looks up.
     embedding_is_added_to: bool
     dtype_bytes: int  # bytes of an element in the files of the pretrained model
+    base: CompressedFormat = "bf16"  # format of the frozen weights in `LayerKind.compressed`
     packs: bool = True  # whether one forward pass can take several documents
     # Whether results depend on how a batch is divided into micro-batches: dropout, or a router's auxiliary loss.
     depends_on_micro_batches: bool = False

@@ -66,7 +66,9 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
     source.adopt_tokenizer(None, tokens - 1, added=True)
     source.check_length(config.data.sequence_length, config.train.answers)
     model_traits = traits(source.config, config.data.sequence_length, config.train.drops)
-    built = meta.build(source.config, model_traits, config.adapter, config.train.freeze, config.train.drops)
+    built = meta.build(
+        source.config, model_traits, config.adapter, config.train.freeze, config.train.drops, source.beside_nf4
+    )
     model = built.model
     layers = decoder_layers(model)
     compressed = {id(model.get_parameter(name)) for name in built.compressed}
@@ -101,6 +103,7 @@ def shaped_model(config: RunConfig, vocabulary: int | None = None) -> ShapedMode
         embedding_is_added_to=embedding.requires_grad and model_traits.plain_head and looks_up_apart,
         dtype_bytes=source.dtype.itemsize if source.dtype is not None else 2,
         packs=built.traits.packs,
+        base=built.base,
         depends_on_micro_batches=built.dropout or getattr(source.config, "output_router_logits", False),
     )
     return ShapedModel(source.config, built, shape)

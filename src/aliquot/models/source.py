@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from aliquot.config.schema import ModelSection
 from aliquot.core.errors import ConfigError, ModelFilesError
 from aliquot.core.small_files import hub_advice, limit_hub_time, looks_local, with_home
-from aliquot.models.model_config import parse_config, read_fields, refuse_quantized, without_quantization
+from aliquot.models.model_config import modules_beside_nf4, parse_config, read_fields, without_quantization
 from aliquot.models.untrusted_code import model_from_config
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class ModelSource:
     directory: Path | None  # directory of weights and tokenizer; None: the model is trained from scratch
     dtype: torch.dtype | None  # dtype in config.json; building a model overwrites the dtype in `config`
     configured_keys: frozenset[str] = frozenset()  # keys of `model.config` that the user set
+    # If the files store weights in nf4: the modules whose weights they store in 16 bits
+    beside_nf4: tuple[str, ...] | None = None
 
     @property
     def from_scratch(self) -> bool:
@@ -146,8 +148,8 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
         config = parse_config(read_fields(file, "model.path"), str(file))
-        refuse_quantized(config, str(file))
-        return ModelSource(without_quantization(config), directory, config.dtype)
+        beside = modules_beside_nf4(config, str(file))
+        return ModelSource(without_quantization(config), directory, config.dtype, beside_nf4=beside)
     assert section.config is not None  # the schema demands one of the two
     values, where = section.config, "model.config"
     if isinstance(values, Path):

@@ -259,7 +259,7 @@ class RunPlan:
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,
             replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
-            decoded_bytes=decoding_bytes(config, self.shape, layout),
+            decoded_bytes=decoding_bytes(self.shape, layout),
             copies=LayerCopies.planned(config, self.shape, memory.copied_layers),
         )
 

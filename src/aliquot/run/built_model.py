@@ -52,8 +52,9 @@ def build_model(trainer: PreparedRun) -> Model:
     """
     run, config, plan = trainer.resolved, trainer.resolved.config, trainer.resolved.plan
     topology, ledger = trainer.ranks.topology, trainer.ledger
-    built = meta.build(run.source.config, run.traits, config.adapter, config.train.freeze, config.train.drops)
-    if config.train.chosen_precision == "bf16" and (rounded := sorted(built.exact & built.learned)):
+    source, train = run.source, config.train
+    built = meta.build(source.config, run.traits, config.adapter, train.freeze, train.drops, source.beside_nf4)
+    if train.chosen_precision == "bf16" and (rounded := sorted(built.exact & built.learned)):
         trainer.display.warning(
             f"{len(rounded)} parameters such as {rounded[0]} are computed in bf16, although transformers keeps fp32:"
             " their master weights and exports are fp32. train.freeze keeps such parameters unchanged"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-BaseFormat = Literal["int8", "nf4"]
+BaseFormat = Literal["int8", "nf4", "nf4_single"]
+CompressedFormat = BaseFormat | Literal["bf16"]
 
 NF4_BLOCK = 64  # elements that share a scale, as in QLoRA
 SCALE_GROUP = 256  # scales of nf4 that share an fp32 scale
@@ -22,7 +23,7 @@ def code_bytes(name: BaseFormat, shape: tuple[int, ...]) -> int:
     if name == "int8":
         return numel + 4 * scale_count(name, shape)
     scales = scale_count(name, shape)
-    return numel // 2 + scales + 4 * (1 + -(-scales // SCALE_GROUP))
+    return numel // 2 + (4 * scales if name == "nf4_single" else scales + 4 * (1 + -(-scales // SCALE_GROUP)))
 
 
 def scale_count(name: BaseFormat, shape: tuple[int, ...]) -> int:

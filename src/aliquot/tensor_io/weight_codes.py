@@ -6,6 +6,8 @@ nf4 is the format of QLoRA (https://arxiv.org/abs/2305.14314). Each block of 64 
 is one of 16 multiples of the scale. The scales are stored in 8 bits (double quantisation): their mean is subtracted,
 and 256 scales share an fp32 scale. The decoded values are equal to those of bitsandbytes with compress_statistics, bit
 by bit, if it takes the nearest scales, as on a GPU. Its kernel for CPUs stores about 0.15 % of scales one step off.
+
+nf4_single: nf4 with fp32 scales, in which checkpoints of bitsandbytes keep their values.
 """
 
 from __future__ import annotations
@@ -100,9 +102,11 @@ class Nf4Codes:
     unit = NF4_BLOCK
 
     def __init__(self, memory: Tensor, shape: tuple[int, ...]) -> None:
-        count = scale_count("nf4", shape)
-        sizes = [math.prod(shape) // 2, 4 * -(-count // SCALE_GROUP), 4, count]
-        self._pairs, groups, mean, self._scale_codes = torch.split(memory, sizes)
+        self._pairs, scales = memory.tensor_split([math.prod(shape) // 2])
+        self._place_scales(scales, scale_count("nf4", shape))
+
+    def _place_scales(self, memory: Tensor, count: int) -> None:
+        groups, mean, self._scale_codes = torch.split(memory, [4 * -(-count // SCALE_GROUP), 4, count])
         self._group_scales, self._mean = groups.view(torch.float32), mean.view(torch.float32)
 
     def encode(self, start: int, values: Tensor) -> Tensor:
@@ -127,24 +131,46 @@ class Nf4Codes:
         self._scale_codes.copy_(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[: len(scales)])
 
     def decode(self, start: int, out: Tensor) -> None:
-        scales = self._decode_scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK)
-        chunk, pairs_table = _chunk(out), _on(_PAIRS, out.device)
+        scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), _chunk(out)
         for at in range(0, out.numel(), chunk):
             target = out[at : at + chunk]
-            pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2].int()
-            blocks = pairs_table.index_select(0, pairs).view(torch.float32).view(-1, NF4_BLOCK)
-            target.copy_(blocks.mul_(scales[at // NF4_BLOCK :][: len(blocks), None]).view(-1))
+            pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2]
+            target.copy_(decode_pairs(pairs, scales[at // NF4_BLOCK :][: target.numel() // NF4_BLOCK]).view(-1))
 
-    def _decode_scales(self, first: int, last: int) -> Tensor:
-        device = self._mean.device
-        values = _on(SCALE_VALUES, device).index_select(0, self._scale_codes[first:last].int())
-        groups = torch.arange(first, last, dtype=torch.int32, device=device) // SCALE_GROUP
-        return values.mul_(self._group_scales.index_select(0, groups)).add_(self._mean)
+    def _scales(self, first: int, last: int) -> Tensor:
+        return decode_scales(self._scale_codes[first:last], first, self._group_scales, self._mean)
+
+
+class Nf4SingleCodes(Nf4Codes):
+    """A weight in nf4 with fp32 scales."""
+
+    def _place_scales(self, memory: Tensor, count: int) -> None:
+        self._fp32_scales = memory.view(torch.float32)
+
+    def set_scales(self, scales: Tensor) -> None:
+        self._fp32_scales.copy_(scales)
+
+    def _scales(self, first: int, last: int) -> Tensor:
+        return self._fp32_scales[first:last]
+
+
+def decode_pairs(pairs: Tensor, scales: Tensor) -> Tensor:
+    """Return the values of nf4 blocks, fp32 [B, 64], from two elements per byte, uint8 [32 B], and scales, fp32 [B]."""
+    values = _on(_PAIRS, pairs.device).index_select(0, pairs.int()).view(torch.float32)
+    return values.view(-1, NF4_BLOCK).mul_(scales[:, None])
+
+
+def decode_scales(codes: Tensor, first: int, group_scales: Tensor, mean: Tensor) -> Tensor:
+    """Return the scales of the blocks from number `first` on, fp32 [B], from their codes, uint8 [B]."""
+    values = _on(SCALE_VALUES, codes.device).index_select(0, codes.int())
+    groups = torch.arange(first, first + len(codes), dtype=torch.int32, device=codes.device) // SCALE_GROUP
+    return values.mul_(group_scales.index_select(0, groups)).add_(mean)
 
 
 Codes = Int8Codes | Nf4Codes
+_FORMATS: dict[BaseFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
 
 
 def codes_in(memory: Tensor, name: BaseFormat, shape: tuple[int, ...]) -> Codes:
     """Return a compressed weight in `memory`, uint8 [code_bytes(name, shape)], at an address divisible by 4."""
-    return Int8Codes(memory, shape) if name == "int8" else Nf4Codes(memory, shape)
+    return _FORMATS[name](memory, shape)
