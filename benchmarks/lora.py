@@ -8,7 +8,8 @@ Adapters have rank 16, on all linear layers. aliquot compiles the layers, as it 
 contestants have the base in nf4: aliquot, and peft with bitsandbytes, if that is installed. Both of aliquot's bases
 also compute rows of 4,096 tokens. Rounds alternate. Figures are medians of all steps but the first ones, and the peak
 PSS of a rank. Other work on the machine changes tokens per CPU second, of the slowest rank, less than tokens/s.
-`--shape 8b-wide` is two layers of Llama-3-8B; `--who` and `--work` select.
+`--shape 8b-wide` is two layers of Llama-3-8B; `--who` and `--work` select. `--checkpointing full`: all contestants
+recompute the activations of each layer, as runs that have little memory do.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--who", nargs="+", choices=WHO, default=WHO if find_spec("bitsandbytes") else WHO[:-1])
     arguments.add_argument("--work", nargs="+", choices=WORKS, default=tuple(WORKS))
+    arguments.add_argument("--checkpointing", choices=("none", "full"), default="none")
     given = smoke.parse(arguments, shape="tiny", precision="fp32", steps=1, rounds=1)
     from aliquot.machine.allocator import allocator_environment
     from aliquot.machine.cpu import read_cpu
@@ -70,7 +72,7 @@ def main() -> None:
                     continue
                 if work == LONG and who not in WHO[:2]:
                     continue
-                options = (who, work, given.shape, precision, str(given.steps))
+                options = (who, work, given.shape, precision, str(given.steps), given.checkpointing)
                 found[who, work] += [max(_world(options, environ), key=lambda rank: float(rank.get("pss", 0)))]
                 print(who, work, found[who, work][-1], flush=True)
     rows = [_row(who, work, measured) for (who, work), measured in found.items()]
@@ -94,7 +96,7 @@ def main() -> None:
                 target(f"nf4_speed{name}", _ratio("tokens_per_cpu_s", compressed, own), least, "higher"),
                 target(f"nf4_memory{name}", _ratio("pss_gb", compressed, own), 0.45, "lower"),
             ]
-    title = f"LoRA, {given.shape}, {precision}, {RANKS} ranks"
+    title = f"LoRA, {given.shape}, {precision}, {RANKS} ranks" + ", recomputed" * (given.checkpointing == "full")
     finish(title, rows, targets, given.json)
 
 
@@ -119,7 +121,7 @@ def _row(who: str, work: str, measured: list[Measured]) -> Row:
 
 
 def rank() -> None:
-    who, work, shape, precision, steps = sys.argv[2:]
+    who, work, shape, precision, steps, checkpointing = sys.argv[2:]
     quiet()
     import torch
     import torch.distributed as dist
@@ -141,11 +143,12 @@ def rank() -> None:
     warm = 1 if who.startswith("peft") else 3  # compilation, and changing shapes
     config, count = llama_config(SHAPES[shape]), int(steps) + warm
     if who.startswith("peft"):
-        tokens = peer(config, WORKS[work], precision, count, ended, nf4=who == NF4_PEER)
+        more = {"gradient_checkpointing": checkpointing == "full"}
+        tokens = peer(config, WORKS[work], precision, count, ended, nf4=who == NF4_PEER, more=more)
     else:
         topology = Topology(number, RANKS, number, RANKS, 0, 1, "cpu", 1, ())
         adapter = AdapterSection(r=R, alpha=ALPHA, base="nf4" if who == NF4 else "bf16") if "LoRA" in who else None
-        settings = {"compile": "layers"}
+        settings = {"compile": "layers", "gradient_checkpointing": checkpointing}
         making = aliquot_steps("host", config, WORKS[work], topology, settings, precision, adapter=adapter)  # type: ignore[arg-type]
         for _ in range(count):
             next(making)
@@ -157,7 +160,14 @@ def rank() -> None:
 
 
 def peer(
-    config: dict[str, Any], work: Work, precision: str, steps: int, ended: Callable[[], object], *, nf4: bool
+    config: dict[str, Any],
+    work: Work,
+    precision: str,
+    steps: int,
+    ended: Callable[[], object],
+    *,
+    nf4: bool,
+    more: dict[str, Any],
 ) -> float:
     """Train as in peft's documentation (get_peft_model, Trainer); return the real tokens of a rank's mean step.
 
@@ -209,7 +219,7 @@ def peer(
     batch = 1 if work.mean is None else BATCH
     accumulation = round(work.tokens * work.rows / (mean * batch))
     with tempfile.TemporaryDirectory() as folder:
-        more: dict[str, Any] = {"ddp_backend": "gloo", "remove_unused_columns": False}
+        more = {"ddp_backend": "gloo", "remove_unused_columns": False, **more}
         settings = trainer_arguments(folder, precision, steps, batch, accumulation, **more)
         Trainer(model=model, args=settings, train_dataset=documents, data_collator=padded, callbacks=[Ended()]).train()
     return mean * batch * accumulation

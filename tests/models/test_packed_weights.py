@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -166,10 +167,18 @@ def test_run_on_nf4_files_equals_one_on_decoded_weights(tmp_path: Path, nested: 
     assert curve(tmp_path / "runs/published-bf16") == pytest.approx(expected, rel=1e-5)
 
 
-def test_other_blocks_of_nf4_are_refused_in_one_line(tmp_path: Path) -> None:
-    tensors = in_nf4("w", torch.randn(SHAPE), True)
-    tensors["w.nested_absmax"] = tensors["w.nested_absmax"][1:].clone()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("shorter", "w is torch.uint8 [7680, 1], which is not nf4 in blocks of 64 for [5, 64, 48]"),
+        ("nan", "the weight w is nan at [4, 62, 32]"),
+    ],
+)
+def test_bad_scales_of_nf4_are_refused_in_one_line(tmp_path: Path, change: str, message: str) -> None:
+    tensors = in_nf4("w", torch.randn(SHAPE), False)
+    tensors["w.absmax"][-1] = math.nan
+    if change == "shorter":
+        tensors["w.absmax"] = tensors["w.absmax"][1:].clone()
     save_file({"norm": torch.ones(7), **tensors}, tmp_path / "model.safetensors")
     [error] = run_world(1, partial(part_of, tmp_path))
-    assert isinstance(error, UserError)
-    assert "w is torch.uint8 [7680, 1], which is not nf4 in blocks of 64 for [5, 64, 48]" in str(error)
+    assert isinstance(error, UserError) and message in str(error)

@@ -181,6 +181,10 @@ class DoesNotFitError(UserError, id="does-not-fit"):
     """The plan needs more memory than the machine has."""
 
 
+class FewerRanksFitError(DoesNotFitError, id="fewer-ranks-fit"):
+    """The run does not fit with the ranks that `launch.ranks: auto` has chosen, but with fewer ranks."""
+
+
 class InstanceError(UserError, id="instances"):
     """An EC2 instance type is unknown, or AWS did not describe it."""
 

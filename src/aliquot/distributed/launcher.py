@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from aliquot.config.schema import LaunchSection
-from aliquot.core.errors import LaunchError, writing
+from aliquot.core.errors import FewerRanksFitError, LaunchError, writing
 from aliquot.distributed.rank_errors import LOG_DIRECTORY
 from aliquot.distributed.run_secret import common_secret
 from aliquot.distributed.signals import exit_on_sigterm
@@ -109,7 +109,8 @@ def start_ranks(
     a stop signal.
 
     Args:
-        automatic: whether launch.ranks was auto. If so, all nodes start the smallest number that any node has chosen.
+        automatic: whether launch.ranks was auto. If so, all nodes start the smallest number that any node has chosen,
+            and a single node halves the number if the plan says that fewer ranks fit into memory.
         run_directory: a directory that all nodes share, which holds their common secret.
     """
     log_directory = prepare_log_directory(log_directory)
@@ -123,6 +124,10 @@ def start_ranks(
     else:
         group, ranks = single_node(), int(launch.ranks)
     ended = run_local_ranks(ranks, group, RankProgram(argv, log_directory, grace_s))
+    while automatic and group.nodes == 1 and ranks > 1 and ended.id == FewerRanksFitError.id:
+        print(f"aliquot: {ranks} ranks do not fit into memory: starting {ranks // 2}", file=sys.stderr, flush=True)
+        ranks //= 2
+        ended = run_local_ranks(ranks, single_node(), RankProgram(argv, log_directory, grace_s))
     if ended.lines:
         print("\n".join(ended.lines), file=sys.stderr)
     return ended.code

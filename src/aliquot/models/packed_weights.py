@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +128,13 @@ def _mxfp4(name: str, stored: Mapping[str, TensorEntry], shape: Shape, directory
 def _nf4(pairs: TensorEntry, stored: Mapping[str, TensorEntry], shape: Shape) -> Nf4Weight:
     name, blocks = pairs.name, math.prod(shape) // NF4_BLOCK
     state = _nf4_state(stored[f"{name}{_NF4_STATE}"])
-    scales, group_scales = stored.get(f"{name}.absmax", pairs), stored.get(f"{name}.nested_absmax")
+    scales, group_scales = stored.get(f"{name}.absmax"), stored.get(f"{name}.nested_absmax")
     facts = [(entry.dtype, entry.numel) for entry in (pairs, scales, group_scales) if entry is not None]
     expected = [(torch.uint8, NF4_BLOCK // 2 * blocks), (torch.float32, blocks)]
     if group_scales is not None:
         expected[1:] = [(torch.uint8, blocks), (torch.float32, -(-blocks // SCALE_GROUP))]
     sizes, mean = (state.get("blocksize"), state.get("nested_blocksize", SCALE_GROUP)), state.get("nested_offset", 0.0)
-    if facts != expected or sizes != (NF4_BLOCK, SCALE_GROUP) or not isinstance(mean, float):
+    if scales is None or facts != expected or sizes != (NF4_BLOCK, SCALE_GROUP) or not isinstance(mean, float):
         raise WeightsFileError(
             f"{name} is {pairs.dtype} {list(pairs.shape)}, which is not nf4 in blocks of {NF4_BLOCK} for {list(shape)}",
             pairs.file,
@@ -168,7 +168,7 @@ def fill_packed(
                 continue
             packed = weights[part.name]
             for first, values in packed.read(part.start, part.stop, reader):
-                check(packed.entries[0], first, values)
+                check(replace(packed.entries[0], shape=part.shape), first, values)
                 store.write(part, first, values)
                 read_bytes += values.numel() // 2
     return read_bytes

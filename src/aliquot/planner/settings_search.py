@@ -100,6 +100,14 @@ class Search:
             more += f", {min(scratch_sizes) / 1e9:,.1f} GB of a disk for shard.offload=disk (shard.offload_directory)"
         return f"No tried setting fits: take {more}, or a smaller model"
 
+    def fits_with_fewer_ranks(self) -> bool:
+        """Whether only `launch.ranks: auto` has chosen too many ranks for the memory of a single node."""
+        return self.layout.nodes == 1 and any(
+            candidate.layout.ranks_per_node < self.layout.ranks_per_node and self._fits(candidate)
+            for candidate in self.candidates([1])
+            if candidate.changes.keys() <= {"launch.ranks"}
+        )
+
     def fastest(self, count: int = 6) -> list[Candidate]:
         """Return the fastest candidates that fit on the present number of nodes.
 
