@@ -118,7 +118,7 @@ def in_nf4(name: str, weight: Tensor, nested: bool) -> dict[str, Tensor]:
     tensors = {".absmax": scales.clone() if nested else scales.view(torch.float32).clone()}
     if nested:
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(mean.view(torch.float32))}
-        tensors |= {".nested_absmax": groups.view(torch.float32).clone(), ".nested_quant_map": SCALE_VALUES}
+        tensors |= {".nested_absmax": groups.view(torch.float32).clone(), ".nested_quant_map": SCALE_VALUES.clone()}
     described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     tensors |= {"": pairs.clone()[:, None], ".quant_state.bitsandbytes__nf4": described}
     return {f"{name}{end}": values for end, values in tensors.items()}
