@@ -167,6 +167,26 @@ def test_quiet_says_nothing(folder: Path) -> None:
 
 
 @pytest.mark.long
+def test_steps_far_behind_the_plan_are_a_warning(folder: Path) -> None:
+    """The process runs for a tenth of the time from before its first step on."""
+    config = write_config(folder, "behind", train={"max_steps": 20})
+    process = warm.popen(
+        "-m", "aliquot", "train", config,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    wait_for((folder / "behind" / "events.jsonl").exists, process)
+    while process.poll() is None:
+        os.killpg(process.pid, signal.SIGSTOP)
+        time.sleep(0.09)
+        os.killpg(process.pid, signal.SIGCONT)
+        time.sleep(0.01)
+    _, errors = process.communicate()
+    assert re.search(r"warning: a step takes [\d.]+ m?s, by the plan [\d.]+ m?s: look for other processes", errors), (
+        errors
+    )
+
+
+@pytest.mark.long
 def test_a_rank_that_is_held_up_is_named(folder: Path) -> None:
     config = write_config(folder, "slow", launch={"ranks": 2}, train={"max_steps": 100000})
     process = warm.popen(

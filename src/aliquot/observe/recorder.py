@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from aliquot.config.schema import RunConfig
+from aliquot.core import number_format
 from aliquot.core.errors import StorageError, UserError
 from aliquot.distributed.ranks import Ranks
 from aliquot.distributed.signals import Terminated
@@ -32,6 +34,8 @@ _EVALUATED = {  # metric of an evaluation -> text on the console
     "rewards/accuracies": "accuracy {:.3f}",
     "rewards/margins": "margin {:.4f}",
 }
+_WATCHED_STEPS = 5  # steps after which the pace is compared with the plan
+_FAR_BEHIND = 5  # a step that takes more than this many times as long as planned is a warning
 _MAX_MEASUREMENTS = 3  # of the compute ceiling per attempt; each takes about a second
 
 
@@ -168,6 +172,17 @@ class Recorder:
             self.warn(f"slow for {self._slow.window_steps} steps, the others wait: {names}", "slow_ranks")
         self._slow_ranks = slow
         self._display.tick(self._done, self._total, self._eta_s(), saving, list(slow))
+
+    def compare_with_plan(self) -> None:
+        """Warn once, after a few steps on CPUs, if a step takes much longer than planned."""
+        step_s, planned_s = self.meter.steps_s(1), self._run.record.plan.get("step_s")
+        is_watched = self._done - self._before == _WATCHED_STEPS and self._run.gpu is None
+        if is_watched and step_s and planned_s and step_s > _FAR_BEHIND * planned_s:
+            self.warn(
+                f"a step takes {number_format.seconds(step_s)}, by the plan {number_format.seconds(planned_s)}: look"
+                f" for other processes on these cores (top; the load is {os.getloadavg()[0]:.0f}), and for a CPU"
+                " quota (aliquot doctor)"
+            )
 
     def is_due(self, step: int) -> bool:
         return step % self._run.config.train.logging_steps == 0 or step in (self._before + 1, self._total)

@@ -326,6 +326,7 @@ class _ConfiguredRun(Trainer):
         for batch in self.batches():
             self.forward_backward(batch)
             self.optim_step()
+            self.recorder.compare_with_plan()
         return self._result(self.export())
 
     def _logged(self) -> list[float | None]:
