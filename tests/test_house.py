@@ -14,14 +14,15 @@ from tests.test_imports import REPOSITORY, SOURCE, imports
 
 # Statements without docstrings, because formatting cannot change their number. Lower a number whenever the count has
 # fallen. Raise a number only for a feature, and name in that line the feature and the statements that it takes.
-# tests began at 26,149. The 790 above that are the balance of what was removed and of tests of preferences (heads,
+# tests began at 26,149. The 870 above that are the balance of what was removed and of tests of preferences (heads,
 # prompts, references), of slow hubs, of GPUs by stand-ins, of damaged files and caches, of records of other trainers,
 # of lost consoles, of data show, of played-back values, of stops within a step, of settings that are `auto`, of
 # `aliquot init` and `aliquot schema`, of offers of one training, and of copied layers and compressed bases.
 # src began at 31,660. What was removed has paid for aliquot.Trainer with its losses and samples (690), frozen bases of
 # 4 or 8 bits on one host or several (290), layers that a GPU copies for each use (181), adapters of experts (129),
-# experts in MXFP4 (51), limits for a slow hub (21), and samples within the memory of the plan (20).
-BUDGET = {"src": 31_325, "tests": 26_937}
+# weights in files of 4 bits (131), limits for a slow hub (21), samples within the memory of the plan (20), fewer ranks
+# if only these fit (15), and a warning about steps far behind the plan (8).
+BUDGET = {"src": 31_430, "tests": 27_019}
 MOST_PARAMETERS = 7
 LONGEST_FILE = 400
 SMALL_FILE = 100
