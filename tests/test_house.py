@@ -42,6 +42,7 @@ TESTED_BY = {
         "losses", "run/caller_batch", "run/prepared_run", "run/training_loop",
     },
     "cli/test_chat": {"cli/generate_command"},
+    "nn/test_head_loss": {"nn/row_loss"},
     "cli/test_cluster": {"cli/cluster_command"},
     "cli/test_export": {"cli/export_command"},
     "cluster/test_aws_account": {"config/cluster_section"},

@@ -148,8 +148,8 @@ def resolve(section: ModelSection, hub_files: Sequence[str] = HUB_FILES) -> Mode
         directory = local_directory(section.path, hub_files)
         file = directory / "config.json"
         config = parse_config(read_fields(file, "model.path"), str(file))
-        beside = modules_beside_nf4(config, str(file))
-        return ModelSource(without_quantization(config), directory, config.dtype, beside_nf4=beside)
+        modules = modules_beside_nf4(config, str(file))
+        return ModelSource(without_quantization(config), directory, config.dtype, beside_nf4=modules)
     assert section.config is not None  # the schema demands one of the two
     values, where = section.config, "model.config"
     if isinstance(values, Path):
