@@ -43,7 +43,7 @@ def command(
     private: Annotated[bool, typer.Option("--private", help="If REPO is new, make it private.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory.
+    """Write a checkpoint, or the best or newest one of a run directory, as a Hugging Face model directory.
 
     The checkpoint of an adapter becomes a peft adapter. The command compares the exported weights with the checksums of
     the checkpoint.

@@ -60,9 +60,21 @@ def command(
     network: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s between machines. Default: the EC2 type's, or 10.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines. Default: launch.nodes.")] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of machines. Default: launch.nodes; with --instance, cluster.nodes unless launch.nodes is"
+            " set.",
+        ),
+    ] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of each machine. Default: launch.ranks.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks of each machine. Default: launch.ranks; with --instance, cluster.ranks_per_node unless"
+            " launch.ranks is set.",
+        ),
     ] = None,
     document_tokens: Annotated[
         int | None, typer.Option(min=2, help="Mean length of a document. Default: data.sequence_length.")

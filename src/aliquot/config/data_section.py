@@ -163,7 +163,8 @@ class DataSection(RecordsSection):
     add_eos: bool | None = None
     """End each document with eos. Default: true if the tokenizer has eos."""
     tokenizer: Annotated[str | None, PATH] = None
-    """Directory, tokenizer.json or hub id. Default: the model's own."""
+    """Directory, tokenizer.json or hub id. Default: the model's own. A tokenizer.json alone names no bos and eos: put
+    its tokenizer_config.json into the same directory."""
     tokenizer_vocab_size: PositiveInt | None = None
     """Train a byte-level BPE tokenizer of this size on the training text instead."""
     sequence_length: PositiveInt = Field(1024, ge=2, le=1 << 24)

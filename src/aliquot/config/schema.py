@@ -39,7 +39,8 @@ class ModelSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Dtype of exported weights. auto: as in the config of the source model; from scratch, train.precision."""
     add_tokens: list[str] = Field([])
-    """New tokens. Their rows in the embedding begin near the mean of the existing rows."""
+    """New tokens. They take unused rows of the embedding first, with their values; further rows begin near the mean of
+    the old rows."""
     add_special_tokens: list[str] = Field([])
     """New special tokens, which decoding leaves out."""
 
@@ -88,12 +89,14 @@ class CheckpointSection(Section):
     """Save every N steps; 0: only at the end. auto: about every half an hour by the plan, less often if training would
     wait for saves for more than 5 % of the time; a resumed run keeps the choice."""
     last: bool = True
-    """Save a checkpoint at the end, too; false: the run ends with the export alone. To keep only the newest checkpoint,
+    """Save a checkpoint at the end, too; false: the run ends with the export alone, from
+    which no run resumes. To keep only the newest checkpoint,
     set keep: 1."""
     keep: PositiveInt = 2
     """Number of complete checkpoints to keep; older ones are removed."""
     resume: Annotated[str, PATH] = "auto"
-    """auto: the newest complete checkpoint of this run, local or in the mirror; never; a PATH or URL."""
+    """auto: the newest complete checkpoint of this run, local or in the mirror; never: from the beginning; a PATH or
+    URL: this checkpoint at first, and the newest of this run once the run has saved one."""
     mirror: str | None = Field(None, pattern=r"^[a-z][a-z0-9+.-]*://.+")
     """A URL, s3://BUCKET/PREFIX, file:///DIRECTORY or another that fsspec knows: each checkpoint is copied to
     <mirror>/<run.name>/ during training."""
@@ -123,9 +126,9 @@ class LaunchSection(SectionWithNodes):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where torch sees a GPU."""
     ranks: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
-    """Ranks on this machine. auto on GPUs: one per GPU. auto on CPU: on each NUMA node, one rank per core up to 4
-    ranks, or one per 4 cores if that is more; fewer if memory (2 GiB per rank) or the micro-batches of a step do not
-    suffice. One per NUMA node without train.global_batch_size, and with engines fsdp and deepspeed."""
+    """Ranks on this machine. auto on GPUs: one per GPU. auto on CPU: for each NUMA node, one rank per core up to 4
+    ranks, or one per 4 cores if that is more. Fewer ranks start if memory (2 GiB per rank) or the micro-batches of a
+    step do not suffice. Without train.global_batch_size, and with engines fsdp and deepspeed: one per NUMA node."""
     threads_per_rank: PositiveInt | None = None
     """Default: physical cores / local ranks."""
     nodes: NodeCount = 1
@@ -140,8 +143,8 @@ class LaunchSection(SectionWithNodes):
     join_timeout_s: PositiveFloat = Field(900.0, le=1e9)
     """Nodes and ranks wait this long for the others at start."""
     step_timeout_s: PositiveFloat = Field(1800.0, le=1e9)
-    """The run ends when a rank makes no progress in training for this long. In preparation and export it ends when no
-    rank computes, reads or writes for this long, and on GPUs at any time when a collective takes longer."""
+    """In training, the run ends if a rank makes no progress for this long. In preparation and export, it ends if no
+    rank computes, reads or writes for this long. On GPUs, it also ends if a collective takes longer."""
 
 
 Dashboard = Literal["tensorboard", "wandb", "mlflow"]

@@ -137,8 +137,8 @@ class TrainSection(Section):
     """sft: cross-entropy. dpo, simpo and orpo train on pairs of answers: the chosen answer becomes more likely than the
     rejected one. kto trains on answers that are desirable or not."""
     beta: PositiveFloat = 0.1
-    """Weight of the preference: how far dpo and kto may move from the model before training, the scale of simpo's
-    rewards, the weight of orpo's odds ratio."""
+    """dpo, kto: a larger beta keeps the model nearer to the model before training. simpo: the scale of the rewards.
+    orpo: the weight of the odds ratio."""
     loss_type: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """The loss of dpo."""
     label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
@@ -162,8 +162,8 @@ class TrainSection(Section):
     """The same in tokens, rounded down to whole packed sequences; instead of global_batch_size."""
     per_device_train_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Sequences of a rank's micro-batch. auto: about the fastest that fits into memory, by the plan, for the same
-    global batch. It is 1 without a global batch, and with dropout or a router's auxiliary loss, which would otherwise
-    depend on it. A resumed run keeps the choice if it fits and spreads evenly over the ranks."""
+    global batch. It is 1 if no global batch is set, or with dropout or a router's auxiliary loss: results would depend
+    on the micro-batch. A resumed run keeps the choice if it fits and spreads evenly over the ranks."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per rank and step. Of this, the global batch and per_device_train_batch_size, two fix the third."""
     learning_rate: PositiveFloat = 5e-5
