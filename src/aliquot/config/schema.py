@@ -69,7 +69,8 @@ class ShardSection(Section):
     """Collectives among CPU ranks. auto: shared_memory where possible; with fsdp, for all-gathers within a host."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of gradients sent between hosts, and by engine fsdp between GPUs; ranks of one CPU host always sum in fp32.
-    bf16: half the bytes sent, and with engine host half the memory of sums that wait for further micro-batches."""
+    bf16: half the bytes of gradients sent, and with engine host half the memory of sums that wait for further
+    micro-batches."""
     replicate: Literal["auto", "none", "nodes"] = "auto"
     """Engine fsdp on several nodes. none: all ranks divide weights and states. nodes: the ranks of each node divide
     them, every node holds all, and only gradients are sent between nodes, once a step. auto: none."""
