@@ -158,7 +158,7 @@ class ObserveSection(Section):
     ] = Field(["tensorboard"])
     """Dashboards for the metrics in metrics.jsonl, one or a list. tensorboard: files in tensorboard/ of the run
     directory. wandb: Weights & Biases. mlflow: an MLflow server. wandb and mlflow read their own environment variables.
-    A server that does not answer neither stops nor slows a run."""
+    A server that does not answer delays the end of a run by up to 20 s, and nothing else."""
     prometheus: int | None = Field(None, ge=1, le=65535)
     """Port at which rank 0 serves metrics, under /metrics."""
     prometheus_host: str = "127.0.0.1"
