@@ -44,10 +44,10 @@ tests/models/test_stored_weights.py` compares the logits of both. An export is a
 the text part; `aliquot export --merge` adds an adapter to the whole model. Types without such a text model, among them
 Qwen2.5-VL, end with an error that names the `model_type`. In the tables, such a type stands for its text part.
 
-**Quantised files.** Two formats of 4 bits load as published, and are decoded to the run's precision: the MXFP4 experts of
-`gpt_oss`, and nf4 as bitsandbytes stores it, with or without double quantisation. With `adapter.base: nf4`, weights in
-nf4 stay in 4 bits with exactly their values, and modules that the files keep in 16 bits (`llm_int8_skip_modules`) stay
-in 16 bits; experts in MXFP4 are coded anew. All weights train too, and exports are in the run's precision. Other
+**Quantised files.** Two formats of 4 bits load as published, and are decoded to the run's precision: the MXFP4 experts
+of `gpt_oss`, and nf4 as bitsandbytes stores it, with or without double quantisation. With `adapter.base: nf4`, weights
+in nf4 stay in 4 bits with exactly their values, and modules that the files keep in 16 bits (`llm_int8_skip_modules`)
+stay in 16 bits; experts in MXFP4 are coded anew. All weights train too, and exports are in the run's precision. Other
 formats (bitsandbytes' fp4 and 8 bits, GPTQ, AWQ, FP8) are refused: take the unquantised weights. GGUF is not read.
 
 **bf16.** `inkling2_text`, `minimax`, `xglm` and `xlstm` need `train.precision: fp32`, because their code multiplies
