@@ -142,12 +142,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[str]:
 def same(runs: Runs[str], one: str, other: str, *names: str) -> None:
     """Losses, norms, weights and moments of these cases are the same bits in two worlds of as many ranks."""
     for name in names:
-        assert result(runs[one], name) == result(runs[other], name)
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            left, right = (assembled(runs[at], name, "final", WORLDS[at][0].ranks, kind) for at in (one, other))
-            assert left.keys() == right.keys()
-            for tensor in left:
-                assert torch.equal(left[tensor], right[tensor]), (name, tensor)
+        check_same_bits(runs[one], runs[other], name, WORLDS[one][0].ranks)
+
+
+def check_same_bits(one: Path, other: Path, name: str, ranks: int) -> None:
+    assert result(one, name) == result(other, name)
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        left, right = (assembled(folder, name, "final", ranks, kind) for folder in (one, other))
+        assert left.keys() == right.keys()
+        for tensor in left:
+            assert torch.equal(left[tensor], right[tensor]), (name, tensor)
 
 
 def close(one: Path, other: Path, name: str, rel: float) -> None:

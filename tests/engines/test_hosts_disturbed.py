@@ -28,7 +28,7 @@ from aliquot.engines.host.weight_publication import WeightPublication
 from tests.engines import cases, worker
 from tests.engines.cases import EngineSetup
 from tests.engines.test_engines import Runs
-from tests.engines.test_host_engine import same
+from tests.engines.test_host_engine import check_same_bits
 from tests.examples import examples
 from tests.processes import as_ranks, run_ranks
 
@@ -78,7 +78,7 @@ def test_late_and_reordered_messages_change_no_bit(
     disturbance = {"under_way": under_way, "message": message, "published": published, "delays_ms": delays_ms}
     disturbed = folder()
     run_ranks(WORKER, hosts, disturbed, name, json.dumps(disturbance))
-    same(one_host[hosts], disturbed, name, hosts)
+    check_same_bits(one_host[hosts], disturbed, name, hosts)
 
 
 def ended(folder: Path, hosts: int, name: str, moment: int) -> str:

@@ -64,10 +64,9 @@ class RowLoss(ABC):
         leaves = [value.detach().requires_grad_() for value in values]
         with torch.enable_grad():
             gradients = self.gradients(leaves)
-        weights = torch.zeros(len(losses), len(leaves), device=losses.device)
         # The cross-entropy is the negative log-probability.
-        weights[self.tokens] = torch.stack([-gradients[0], *gradients[1:]], 1)
-        return weights if len(leaves) > 1 else weights[:, 0]
+        columns = torch.stack([-gradients[0], *gradients[1:]], 1)
+        return columns.new_zeros(len(losses), len(leaves)).index_copy_(0, self.tokens, columns).squeeze(1)
 
     def gradients(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
         """Return the gradient of the summed loss for each of `leaves`, the arguments of `total`."""

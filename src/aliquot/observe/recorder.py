@@ -36,6 +36,7 @@ _EVALUATED = {  # metric of an evaluation -> text on the console
 }
 _WATCHED_STEPS = 5  # steps after which the pace is compared with the plan
 _FAR_BEHIND = 5  # a step that takes more than this many times as long as planned is a warning
+_LONG_STEP_S = 1.0  # of shorter steps, calls and file systems take a part that no plan knows
 _MAX_MEASUREMENTS = 3  # of the compute ceiling per attempt; each takes about a second
 
 
@@ -177,7 +178,7 @@ class Recorder:
         """Warn once, after a few steps on CPUs, if a step takes much longer than planned."""
         step_s, planned_s = self.meter.steps_s(1), self._run.record.plan.get("step_s")
         is_watched = self._done - self._before == _WATCHED_STEPS and self._run.gpu is None
-        if is_watched and step_s and planned_s and step_s > _FAR_BEHIND * planned_s:
+        if is_watched and step_s and planned_s and step_s > max(_FAR_BEHIND * planned_s, _LONG_STEP_S):
             self.warn(
                 f"a step takes {number_format.seconds(step_s)}, by the plan {number_format.seconds(planned_s)}: look"
                 f" for other processes on these cores (top; the load is {os.getloadavg()[0]:.0f}), and for a CPU"

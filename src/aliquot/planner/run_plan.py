@@ -143,6 +143,7 @@ class RunPlan:
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
+        filled = -(-size.total // size.micro)  # micro-batches of a step, of all ranks
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
@@ -210,7 +211,7 @@ class RunPlan:
                 self.micro_batches,
                 moved.wire_bytes,
                 self.saving.save_s,
-                idle_ranks=max(0.0, 1 - size.total / (size.micro * self.micro_batches * layout.world_size)),
+                idle_ranks=1 - filled / (-(-filled // layout.world_size) * layout.world_size),
             ),
             fees_usd_per_hour=0.0 if hourly is None or config.cluster is None else config.cluster.fees_usd_per_hour,
         )
