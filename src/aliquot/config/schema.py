@@ -129,7 +129,8 @@ class LaunchSection(SectionWithNodes):
     ranks: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
     """Ranks on this machine. auto on GPUs: one per GPU. auto on CPU: for each NUMA node, one rank per core up to 4
     ranks, or one per 4 cores if that is more. Fewer ranks start if memory (2 GiB per rank) or the micro-batches of a
-    step do not suffice. Without train.global_batch_size, and with engines fsdp and deepspeed: one per NUMA node."""
+    step do not suffice; on one machine, `aliquot train` halves the ranks until they fit by the plan. Without
+    train.global_batch_size, and with engines fsdp and deepspeed: one per NUMA node."""
     threads_per_rank: PositiveInt | None = None
     """Default: physical cores / local ranks."""
     nodes: NodeCount = 1
