@@ -80,7 +80,7 @@ def test_planned_bytes_of_a_compressed_base_equal_the_engine_s(base: Literal["in
     spec = EngineSpec("bf16", 64, fused_loss=True, base=base, compressed=shaped.built.compressed)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     engine = HostEngine.build(shaped.built.model, spec, Topology(0, 1, 0, 1, 0, 1, "cpu", 1, ()))
-    planned, uncompressed = (host_memory(each, shaped.shape, layout, OnDisk()) for each in (config, plain))
+    planned, uncompressed = (host_memory(each, shaped_model(each).shape, layout, OnDisk()) for each in (config, plain))
     assert engine.counters().shared_bytes == pytest.approx(planned.shared_weights + RING_BYTES, rel=1e-3)
     assert planned.shared_weights < uncompressed.shared_weights and planned.moments == uncompressed.moments
     engine.close()

@@ -43,10 +43,11 @@ def command(
     private: Annotated[bool, typer.Option("--private", help="If REPO is new, make it private.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint, or the best or newest one of a run directory, as a Hugging Face model directory.
+    """Write a checkpoint as a Hugging Face model directory.
 
-    The checkpoint of an adapter becomes a peft adapter. The command compares the exported weights with the checksums of
-    the checkpoint.
+    Of a run directory, it writes the checkpoint that the run itself exports: the best if the run keeps it, or the
+    newest. The checkpoint of an adapter becomes a peft adapter. The command compares the exported weights with the
+    checksums of the checkpoint.
     """
     with one_line_errors(debug), ExitStack() as stack:
         from aliquot.checkpoint.remote_checkpoint import fetched_weights
