@@ -69,7 +69,7 @@ def check_kernels(subject: Subject) -> Finding:
             "warning",
             meaning,
             fix="unset ONEDNN_MAX_CPU_ISA",
-            found=f"{observed} (ONEDNN_MAX_CPU_ISA={limit})",
+            state=f"{observed} (ONEDNN_MAX_CPU_ISA={limit})",
         ),
         Case(is_slow, "warning", meaning, fix="install the torch of `pip install torch`; see `amx` for its permission"),
         ok="products run on the best kernel that this CPU has",
@@ -199,11 +199,11 @@ def check_pinning(subject: Subject) -> Finding:
     sets = core_sets(cpu, ranks, max(1, cpu.usable_cores // ranks))
     return conclude(
         f"cores {' | '.join(map(format_cpu_list, sets))}",
-        Case(ranks == 1, "ok", found="one rank: no pinning needed", meaning="it may use every core"),
+        Case(ranks == 1, "ok", state="one rank: no pinning needed", meaning="it may use every core"),
         Case(
             not sets[0],
             "warning",
-            found="not possible under a CPU quota",
+            state="not possible under a CPU quota",
             meaning="ranks may meet on a core: a few percent, and uneven steps",
             fix="a whole number of CPUs, request = limit, and the kubelet's static CPU manager",
         ),

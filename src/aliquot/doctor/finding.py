@@ -39,13 +39,13 @@ class Case(NamedTuple):
     level: Level
     meaning: str
     fix: str = ""
-    found: str | None = None  # None: the state that the check has observed
+    state: str | None = None  # None: the state that the check has observed
 
 
-def conclude(found: str, *cases: Case, ok: str) -> Finding:
-    """Return the finding of the first case that applies to the state `found`. If none does, all is `ok`."""
+def conclude(observed: str, *cases: Case, ok: str) -> Finding:
+    """Return the finding of the first case that applies to the state `observed`. If none does, all is `ok`."""
     case = next((case for case in cases if case.applies), Case(True, "ok", ok))
-    return Finding(case.level, found if case.found is None else case.found, case.meaning, case.fix)
+    return Finding(case.level, observed if case.state is None else case.state, case.meaning, case.fix)
 
 
 def summary(findings: Sequence[Finding]) -> str:

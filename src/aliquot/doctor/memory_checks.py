@@ -81,14 +81,14 @@ def check_allocator(subject: Subject) -> Finding:
             "warning",
             meaning,
             fix=f"unset {ALLOCATOR_VARIABLE}",
-            found=f"{ALLOCATOR_VARIABLE}=none: left alone",
+            state=f"{ALLOCATOR_VARIABLE}=none: left alone",
         ),
         Case(
             not re.search("tcmalloc|jemalloc|mimalloc", preloaded),
             "warning",
             meaning,
             fix="apt-get install libtcmalloc-minimal4, or dnf install gperftools-libs",
-            found="neither tcmalloc nor jemalloc is installed",
+            state="neither tcmalloc nor jemalloc is installed",
         ),
         ok="the allocator keeps freed memory for the next step",
     )

@@ -148,7 +148,7 @@ def check_efa(subject: Subject) -> Finding:
     ]
     return conclude(
         f"{count_of(len(devices), 'EFA device')} ({', '.join(devices)})",
-        Case(not devices, "ok", found="no EFA device", meaning="ranks of several nodes talk through TCP"),
+        Case(not devices, "ok", state="no EFA device", meaning="ranks of several nodes talk through TCP"),
         Case(
             not any((subject.root / "dev/infiniband").glob("uverbs*")),
             "warning",

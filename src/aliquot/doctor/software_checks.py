@@ -39,7 +39,7 @@ def check_compiler(subject: Subject) -> Finding:
     return conclude(
         name or "none",
         Case(name is None, "warning", meaning, fix),
-        Case(failure, "warning", meaning, fix, found=f"{name} fails: {failure}"),
+        Case(failure, "warning", meaning, fix, state=f"{name} fails: {failure}"),
         ok="train.compile: layers can fuse the operations between matrix products",
     )
 
@@ -54,14 +54,14 @@ def check_python_headers(subject: Subject) -> Finding:
         Case(
             not (Path(include) / "Python.h").is_file(),
             "warning",
-            found=f"no Python.h in {include}",
+            state=f"no Python.h in {include}",
             meaning="train.compile: layers and DeepSpeed's operators cannot be built",
             fix="apt-get install python3-dev, or dnf install python3-devel",
         ),
         Case(
             failure,
             "warning",
-            found=f"Python.h: {failure}",
+            state=f"Python.h: {failure}",
             meaning="Inductor cannot build its wrappers",
             fix="install the headers of exactly this Python version",
         ),

@@ -62,7 +62,7 @@ def check_storage(subject: Subject) -> Finding:
         Case(
             mount.locks_are_local or not has_locks,
             "warning",
-            found=f"{observed}, {'locks of this machine alone' if has_locks else 'no locks'}",
+            state=f"{observed}, {'locks of this machine alone' if has_locks else 'no locks'}",
             meaning="a file that aliquot touches regularly locks the run directory, which a second run notices later",
             fix="mount with locks (Lustre: -o flock; NFS without nolock or local_lock)",
         ),

@@ -88,7 +88,7 @@ def judge_self_test(report: dict[str, Any]) -> Finding:
         Case(
             wrong,
             "problem",
-            found=f"wrong: {', '.join(wrong)}",
+            state=f"wrong: {', '.join(wrong)}",
             meaning="training would continue with wrong gradients",
             fix="see `versions`; report it with `aliquot doctor --json`",
         ),
