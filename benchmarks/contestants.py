@@ -29,6 +29,16 @@ _STILL_BYTES = 100_000  # in half a second: waiting ranks send heartbeats
 AIO = {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True}
 
 
+PRECISIONS = ("auto", "bf16", "fp32")
+
+
+def chosen_precision(option: str) -> str:
+    """Return the precision that `train.precision: OPTION` chooses on this machine."""
+    from aliquot.machine.matmul import faster_precision_here
+
+    return faster_precision_here("cpu") if option == "auto" else option
+
+
 @dataclass(frozen=True)
 class Work:
     """`rows` micro-batches of `tokens` tokens per rank and step; `mean` document length, or None for full sequences."""

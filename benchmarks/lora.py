@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smoke
-from benchmarks.contestants import Work, aliquot_steps, quiet, trainer_arguments
+from benchmarks.contestants import PRECISIONS, Work, aliquot_steps, chosen_precision, quiet, trainer_arguments
 from benchmarks.layouts import LLAMA_3B, LLAMA_8B, LLAMA_125M, LLAMA_500M, generate, llama_config
 from benchmarks.report import Row, finish, target
 from benchmarks.worlds import Measured, PeakPss, run_world, tell
@@ -50,7 +50,7 @@ R, ALPHA = 16, 32
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--shape", choices=SHAPES, default="500m")
-    arguments.add_argument("--precision", choices=("auto", "bf16", "fp32"), default="auto")
+    arguments.add_argument("--precision", choices=PRECISIONS, default="auto")
     arguments.add_argument("--steps", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--who", nargs="+", choices=WHO, default=WHO if find_spec("bitsandbytes") else WHO[:-1])
@@ -58,10 +58,8 @@ def main() -> None:
     arguments.add_argument("--checkpointing", choices=("none", "full"), default="none")
     given = smoke.parse(arguments, shape="tiny", precision="fp32", steps=1, rounds=1)
     from aliquot.machine.allocator import allocator_environment
-    from aliquot.machine.cpu import read_cpu
 
-    fast = {"avx512_bf16", "amx_bf16", "sve_bf16"} & set(read_cpu().isa)
-    precision = given.precision if given.precision != "auto" else "bf16" if fast else "fp32"
+    precision = chosen_precision(given.precision)
     # All contestants get the better allocator. Without one, aliquot still sets up glibc's allocator itself.
     environ = {"LD_PRELOAD": allocator_environment(os.environ).get("LD_PRELOAD", "")}
     found: dict[tuple[str, str], list[Measured]] = defaultdict(list)

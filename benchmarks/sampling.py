@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smoke
-from benchmarks.contestants import quiet
+from benchmarks.contestants import chosen_precision, quiet
 from benchmarks.layouts import LLAMA_125M, llama_config
 from benchmarks.prepare import make_tokenizer
 from benchmarks.report import Row, finish, target
@@ -118,9 +118,7 @@ def transformers_draws(folder: Path, prompts: list[list[int]]) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aliquot.machine.matmul import faster_precision_here
-
-    dtype = torch.bfloat16 if faster_precision_here("cpu") == "bf16" else torch.float32
+    dtype = torch.bfloat16 if chosen_precision("auto") == "bf16" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder / "tokenizer", dtype=dtype).eval()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "eos_token_id": -1, "pad_token_id": 0}
     seconds = []

@@ -1,11 +1,11 @@
 """Measure optimizer steps of aliquot, plain FSDP2 and HF Trainer with DeepSpeed ZeRO-3 on two ranks of this machine.
 
-python benchmarks/step.py --json step.json [--shapes 125m,500m] [--rounds 2] [--steps 3]
+python benchmarks/step.py --json step.json [--shapes 125m,500m] [--precision auto] [--rounds 2] [--steps 3]
 
 Every contestant is a new pair of processes, and rounds alternate between contestants. Figures are medians of all steps
 but the first ones. MFU counts 6 x matmul parameters (without the input embedding) x tokens, and causal attention over
-true document lengths. Its ceiling is a plain bf16 matmul (the best of square and model shapes) on both ranks at once,
-measured before and after the steps.
+true document lengths. Its ceiling is a plain matmul in the same precision (the best of square and model shapes) on both
+ranks at once, measured before and after the steps. Precision `auto` is what `train.precision: auto` chooses.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks import smoke
 from benchmarks.contestants import (
     Work,
     aliquot_steps,
+    chosen_precision,
     deepspeed_seconds,
     fsdp2_steps,
     matmul_rate,
@@ -73,16 +74,17 @@ def main() -> None:
     if given.only:
         for name in set(CONTESTANTS) - set(given.only.split(";")):
             del CONTESTANTS[name]
+    precision = chosen_precision(given.precision)
     rows: list[Row] = []
     targets = []
     for shape in given.shapes.split(","):
-        found = measure(shape, given.rounds, given.steps)
-        rows += [row(shape, name, runs) for name, runs in found.items()]
+        found = measure(shape, precision, given.rounds, given.steps)
+        rows += [row(shape, name, runs) | {"precision": precision} for name, runs in found.items()]
         targets += targets_of(shape, {r["who"]: r for r in rows if r["shape"] == shape})
     finish("optimizer steps on two ranks", rows, targets, given.json)
 
 
-def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
+def measure(shape: str, precision: str, rounds: int, steps: int) -> dict[str, list[list[Measured]]]:
     from aliquot.machine.allocator import allocator_environment
 
     taken: dict[str, list[list[Measured]]] = defaultdict(list)
@@ -90,7 +92,8 @@ def measure(shape: str, rounds: int, steps: int) -> dict[str, list[list[Measured
     for _ in range(rounds):
         for name, (_, _, tuned) in CONTESTANTS.items():
             environ = {"LD_PRELOAD": preload} if tuned else {}
-            taken[name].append(run_world(__file__, RANKS, shape, name, str(steps), timeout_s=1500, environ=environ))
+            options = (shape, precision, name, str(steps))
+            taken[name].append(run_world(__file__, RANKS, *options, timeout_s=1500, environ=environ))
             first = taken[name][-1][0]
             print(shape, name, first.get("failed") or [round(s, 2) for s in first["seconds"]], flush=True)
     return taken
@@ -149,7 +152,7 @@ def targets_of(shape: str, rows: dict[str, Row]) -> list[Target]:
 
 
 def rank() -> None:
-    shape, name, steps = sys.argv[2], sys.argv[3], int(sys.argv[4])
+    shape, precision, name, steps = sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5])
     who, work_name, tuned = CONTESTANTS[name]
     numbers, work = SHAPES[shape], WORKS[work_name]
     config = llama_config(numbers)
@@ -165,7 +168,7 @@ def rank() -> None:
 
     def ceiling() -> float:
         dist.barrier()
-        return matmul_rate(shapes)
+        return matmul_rate(shapes, precision=precision)
 
     before = ceiling()
     warm = 3 if who in ("host", "alone") else 1  # compilation, and changing shapes
@@ -177,16 +180,16 @@ def rank() -> None:
         sent.append(sent_bytes())
 
     if who == "deepspeed":
-        deepspeed_seconds(config, lambda _: (work.tokens, work.tokens), work.rows, warm + steps, between)
+        deepspeed_seconds(config, lambda _: (work.tokens, work.tokens), work.rows, warm + steps, between, precision)
     else:
         if who == "fsdp2":
-            making = fsdp2_steps(config, work)
+            making = fsdp2_steps(config, work, precision)
         else:
             engine = "fsdp" if who == "fsdp" else "host"
             if who == "alone":
                 topology = without_the_other(topology)
             settings = {"compile": "layers"} if who in ("host", "alone") else {"collectives": "shared_memory"}
-            making = aliquot_steps(engine, config, work, topology, settings)
+            making = aliquot_steps(engine, config, work, topology, settings, precision)  # type: ignore[arg-type]
         for step in range(warm + steps):
             next(making)
             between(step)

@@ -95,8 +95,14 @@ def test_errors_of_overrides_name_the_override(file: Path) -> None:
         "launch.ranks=two": "override 'launch.ranks=two'",
         "max_steps=3": "expected section.key=value",
         "train.max_steps": "expected section.key=value",
+        "model=null": "give exactly one of model.path",
     }.items():
         assert message in failure(file, override)
+
+
+def test_an_override_leaves_out_an_optional_section(file: Path) -> None:
+    file.write_text(f"{MINIMAL}adapter: {{r: 8}}\n")
+    assert read_config(file).adapter is not None and read_config(file, ["adapter=null"]).adapter is None
 
 
 def test_published_weights_replace_a_model_from_scratch(tmp_path: Path) -> None:

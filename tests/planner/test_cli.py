@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,12 @@ def test_plan_that_does_not_fit_exits_1_with_remedies(tmp_path: Path) -> None:
     result = command("plan", write_config(tmp_path), "--memory", "0.3", "--cores", "4")
     assert result.returncode == 1
     assert "does not fit" in result.stdout and "No tried setting fits" in result.stdout
+
+
+def test_plan_names_the_frozen_base_of_an_adapter(tmp_path: Path) -> None:
+    own = ("--cores", "2", "--memory", "8", "--isa", "amx", "model.config.hidden_size=64")
+    shown = plan_in_this_process(write_config(tmp_path), "adapter.r=4", "adapter.base=nf4", *own).stdout
+    assert re.search(r"parameters \([\d,]+ trained\), fp32 with frozen layers in nf4, engine host", shown)
 
 
 def test_tokens_on_own_machines_set_the_steps(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,5 +31,7 @@ def test_automatic_ranks_are_as_many_as_fit(tmp_path: Path) -> None:
     """Each of two ranks needs about 0.43 GiB, and a single one 0.48 GiB."""
     train = {"max_steps": 1, "global_batch_size": 4}
     config = write_config(tmp_path, "run", launch={"ranks": "auto"}, train=train, shard={"memory": 0.65})
+    planned = command("plan", config, "--json")
+    assert planned.returncode == 0 and json.loads(planned.stdout)["ranks_per_node"] == 1, planned.stderr
     result = command("train", config)
     assert result.returncode == 0 and "ranks do not fit into memory: starting 1" in result.stderr, result.stderr

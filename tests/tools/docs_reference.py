@@ -26,6 +26,7 @@ _CONFIG = f"""# Configuration
 A run configuration is a YAML file with one mapping for each section below. This page lists all keys of all sections.
 
 - On the command line, `section.key=value` replaces one key. The value is parsed as YAML: `data.path=[a.txt, b.txt]`.
+  `adapter=null` leaves out a section.
 - Paths are relative to the working directory.
 - Keys of `train` have the names of Hugging Face's `TrainingArguments` where that class has the same setting.
 - The sections `adapter` and `cluster` are optional. A key that is required is required only if its section is present.

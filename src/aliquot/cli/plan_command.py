@@ -243,19 +243,23 @@ def _make_plan(
         update("analysing the model")
         config = with_model_limits(config)
         workload = Workload.assumed(config, document_tokens)
-        if tokens is not None:
-            sequences = batch_size(config.train, layout.world_size).total
-            config = with_settings(config, {"train.max_steps": -(-tokens // round(sequences * workload.tokens))})
         planner = Planner(PlannedModel(config), machine)
         update("measuring this machine")
         ensure_measured(machine, layout)
         update("planning the run")
-        plan = planner.plan(config, layout, workload)
-        requested, config = config, with_fixed_choices(config, plan)
-        search = Search(planner, config, layout, workload, names)
+        while True:
+            requested = config
+            if tokens is not None:
+                sequences = batch_size(config.train, layout.world_size).total
+                requested = with_settings(config, {"train.max_steps": -(-tokens // round(sequences * workload.tokens))})
+            plan = planner.plan(requested, layout, workload)
+            search = Search(planner, with_fixed_choices(requested, plan), layout, workload, names)
+            if not (fit_check.cannot_fit(plan) and search.fits_with_fewer_ranks()):
+                break
+            layout = machine.layout(config, nodes, layout.ranks_per_node // 2)  # `aliquot train` does the same
         plan = with_advice(plan, search, requested)
         problems = fit_check.problems(plan, machine)
-        fewest = planner.plan_on_fewest_nodes(config, layout, workload) if nodes is None else None
+        fewest = planner.plan_on_fewest_nodes(search.config, layout, workload) if nodes is None else None
         failing = search
         if fewest is not None and not problems:
             problems = [
@@ -265,7 +269,7 @@ def _make_plan(
         update("searching other settings")
         advice = failing.remedies() if problems else None
         if machine.is_local:
-            problems += fit_check.full_disks(config, plan)
+            problems += fit_check.full_disks(search.config, plan)
         better = search.fastest() if finds_alternatives else []
     return _Result(plan, fewest, machine, workload.source, problems, advice, better)
 

@@ -87,10 +87,14 @@ def validate(values: Mapping[str, Any], locations: Mapping[KeyPath, Location], s
 
 
 def apply_override(values: dict[str, Any], override: str, locations: dict[KeyPath, Location]) -> None:
-    """Set the key of nested `values` that the override `section.key=value` names, and record the key's location."""
+    """Set the key of nested `values` that the override `section.key=value` names, and record the key's location.
+
+    `section=null` leaves out an optional section.
+    """
     path, equals, text = override.partition("=")
     keys = tuple(path.strip().split("."))
-    if not equals or len(keys) < 2 or not all(keys) or path.startswith("-"):
+    is_null_section = path.strip() in RunConfig.model_fields and text.strip() == "null"
+    if not equals or (len(keys) < 2 and not is_null_section) or not all(keys) or path.startswith("-"):
         raise ConfigError(
             f"override {override!r}: expected section.key=value{_expected(path.strip(), text if equals else None)}"
         )

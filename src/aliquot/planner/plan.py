@@ -73,6 +73,8 @@ class Plan:
 
     model: str
     parameters: int
+    trained_parameters: int
+    base: str  # format of the frozen layers: bf16 (not compressed) | int8 | nf4
     engine: str
     precision: str  # bf16 | fp32
     device: str  # cpu | cuda

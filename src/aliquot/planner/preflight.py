@@ -86,7 +86,7 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         problems = "; ".join(fit_check.problems(plan, machine))
         refuse = fit_check.cannot_fit(plan) and not force
         advice = search.remedies(done) if problems and refuse else None
-        is_automatic = request.config.launch.ranks == "auto" and advice is not None and search.fits_with_fewer_ranks()
+        kind = FewerRanksFitError if advice is not None and search.fits_with_fewer_ranks() else DoesNotFitError
         smallest = planner.plan_on_fewest_nodes(request.config, layout, workload)
         too_full = full_disks(config, plan, done) or (full_disks(config, smallest, done) if smallest else [])
     except UserError:
@@ -97,7 +97,6 @@ def plan_run(request: PlanRequest, force: bool, advise: bool, warn: Callable[[st
         warn(f"no plan could be made of this run: {type(error).__name__}: {error}")
         return None
     if advice is not None:
-        kind = FewerRanksFitError if is_automatic else DoesNotFitError
         raise kind(f"this run would not fit: {problems}. {advice} (--force starts the run anyway)")
     if too_full and not force:
         raise StorageError(f"this run would fill a disk: {'; '.join(too_full)} (--force starts the run anyway)")

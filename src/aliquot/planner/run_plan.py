@@ -147,6 +147,8 @@ class RunPlan:
         return Plan(
             model=self.shape.name,
             parameters=self.shape.numel,
+            trained_parameters=self.shape.learned_numel,
+            base="bf16" if config.adapter is None else config.adapter.base,
             engine=self.engine,
             precision=config.train.chosen_precision,
             compile="layers" if config.train.compile == "layers" else "none",

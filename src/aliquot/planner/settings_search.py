@@ -102,10 +102,14 @@ class Search:
 
     def fits_with_fewer_ranks(self) -> bool:
         """Whether only `launch.ranks: auto` has chosen too many ranks for the memory of a single node."""
-        return self.layout.nodes == 1 and any(
-            candidate.layout.ranks_per_node < self.layout.ranks_per_node and self._fits(candidate)
-            for candidate in self.candidates([1])
-            if candidate.changes.keys() <= {"launch.ranks"}
+        return (
+            self._chooses_ranks
+            and self.layout.nodes == 1
+            and any(
+                candidate.layout.ranks_per_node < self.layout.ranks_per_node and self._fits(candidate)
+                for candidate in self.candidates([1])
+                if candidate.changes.keys() <= {"launch.ranks"}
+            )
         )
 
     def fastest(self, count: int = 6) -> list[Candidate]:
@@ -130,8 +134,6 @@ class Search:
             node_counts: numbers of nodes to try; None: the present number, twice and half of it, and one.
         """
         layout, cores = self.layout, self.planner.machine.cores
-        # On CPU, the ranks that `launch.ranks: auto` chooses follow the batch.
-        is_automatic = self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
         near = dict.fromkeys((layout.nodes, 2 * layout.nodes, max(1, layout.nodes // 2), 1))
         for nodes, ranks in product(node_counts or near, self._rank_counts()):
             keeps_threads = layout.device == "cuda" or ranks == layout.ranks_per_node
@@ -139,7 +141,8 @@ class Search:
             changed_layout = replace(layout, nodes=nodes, ranks_per_node=ranks, threads_per_rank=threads)
             for changed, settings in self._settings(changed_layout):
                 changes = settings | self._layout_changes(changed_layout)
-                if is_automatic and layout.device == "cpu" and self._automatic_ranks(settings, nodes) != ranks:
+                # On CPU, the ranks that `launch.ranks: auto` chooses follow the batch.
+                if self._chooses_ranks and layout.device == "cpu" and self._automatic_ranks(settings, nodes) != ranks:
                     changes["launch.ranks"] = ranks
                 with suppress(UserError):  # settings that exclude each other
                     plan = self.planner.plan(changed, changed_layout, self.workload, approximate=True)
@@ -169,6 +172,10 @@ class Search:
         except UserError:
             return False
         return smallest is None or not fit_check.problems(smallest, self.planner.machine)
+
+    @property
+    def _chooses_ranks(self) -> bool:
+        return self.config.launch.ranks == "auto" and self.names.get("launch.ranks") != "--ranks-per-node"
 
     def _automatic_ranks(self, changes: Mapping[str, object], nodes: int) -> int:
         """Return the ranks per node that `launch.ranks: auto` chooses with these changes."""
