@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import smoke
 from benchmarks.contestants import (
+    PRECISIONS,
     Work,
     aliquot_steps,
     chosen_precision,
@@ -67,6 +68,7 @@ PEERS = [name for name, (who, _, _) in CONTESTANTS.items() if who in ("fsdp2", "
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--shapes", default="125m,500m")
+    arguments.add_argument("--precision", choices=PRECISIONS, default="auto")
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--only", help="contestants, separated by semicolons")
     arguments.add_argument("--steps", type=int, default=3)

@@ -55,6 +55,7 @@ def command(
         from aliquot.models.export import export_checkpoint, trained_dtype
         from aliquot.models.model_files import older_transformers
         from aliquot.stores.store import is_url
+        from aliquot.tensor_io.manifest import read_state
         from aliquot.tensor_io.manifest import verify as verify_all
 
         if private and push_to_hub is None:
@@ -72,6 +73,12 @@ def command(
             verify_all(directory)
         stored_dtype = dtype or trained_dtype(directory)
         export_checkpoint(directory, out_dir, stored_dtype, merge=merge, base=base)
+        if merge and (trained_on := read_state(directory)["config"]["adapter"].get("base", "bf16")) != "bf16":
+            print(
+                f"aliquot: the adapter was trained on a base in {trained_on}, and is merged into the original weights,"
+                f" so its loss changes: `aliquot evaluate {out_dir} DATA` shows the new loss",
+                file=sys.stderr,
+            )
         config = out_dir / "config.json"  # an adapter has none
         model_type = str(read_json(config).get("model_type")) if config.is_file() else ""
         if (warning := older_transformers(model_type)) is not None:
