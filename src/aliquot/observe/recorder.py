@@ -78,7 +78,7 @@ class Recorder:
         self._profile = Profile(run.directory.profile, run.ranks.rank, run.config.observe.profile, clock)
         self._pss = PssSampler()
         self._slow = SlowRanks()
-        self._slow_ranks: Mapping[int, float] = {}
+        self._reported_slow: set[int] = set()
         self._logged = (steps_before, clock.seconds())  # the last logged step, and the seconds of parts until then
         self._seconds_at_begin = clock.seconds()
         self._losses: set[str] = set()  # what a full disk has prevented
@@ -168,10 +168,10 @@ class Recorder:
         self.meter.end(tokens, flops, self._clock.seconds()["checkpoint"] - self._seconds_at_begin["checkpoint"])
         self._done += 1
         slow = self._slow.slowdowns()
-        if slow.keys() - self._slow_ranks.keys():
+        if slow.keys() - self._reported_slow:  # once a rank, because windows overlap
             names = ", ".join(f"rank {rank} ({ratio:.1f} x the median)" for rank, ratio in slow.items())
             self.warn(f"slow for {self._slow.window_steps} steps, the others wait: {names}", "slow_ranks")
-        self._slow_ranks = slow
+        self._reported_slow |= slow.keys()
         self._display.tick(self._done, self._total, self._eta_s(), saving, list(slow))
 
     def compare_with_plan(self) -> None:
