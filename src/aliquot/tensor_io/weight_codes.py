@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, BaseFormat, scale_count
 
-_CHUNK = 1 << 17  # elements that a thread encodes or decodes at a time, so that its fp32 values stay in the cache of a core
+_CHUNK = 1 << 17  # elements that a thread encodes or decodes at a time: its fp32 values stay in the cache of a core
 _GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
 _TINY = 1e-38  # the least scale by which bitsandbytes divides
 
