@@ -165,6 +165,9 @@ def test_run_on_nf4_files_equals_one_on_decoded_weights(tmp_path: Path, nested: 
     expected = curve(tmp_path / "runs/decoded-bf16")
     assert curve(tmp_path / "runs/published-nf4") == expected
     assert curve(tmp_path / "runs/published-bf16") == pytest.approx(expected, rel=1e-5)
+    start = json.loads((tmp_path / "runs/published-nf4/events.jsonl").read_text().splitlines()[0])
+    stored_bytes = (directories["published"] / "model.safetensors").stat().st_size
+    assert start["plan"]["disk_read_bytes"] == pytest.approx(stored_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class CompressedRange:
     def store(self, start: int, values: Tensor) -> None:
         first = self._start + start - self._rest.numel()
         # Small pieces stay in the cache of a core, and glibc cannot reuse all memory of large temporary tensors.
-        for piece in values.split(chunk_numel(values)):
+        for piece in torch.split(values, chunk_numel(values)):
             whole_and_rest = torch.cat([self._rest, piece])
             whole = whole_and_rest.numel() // self._unit * self._unit
             self._rest = whole_and_rest[whole:].clone()
