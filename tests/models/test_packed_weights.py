@@ -49,8 +49,9 @@ def part_of(directory: Path, ranks: Any) -> list[tuple[int, list[float]]]:
 
 
 def save(directory: Path, codes: dict[str, Tensor]) -> None:
-    tensors = {"norm": torch.ones(7)} | {f"w{end}": values for end, values in codes.items()}
-    save_file(tensors, directory / "model.safetensors")
+    save_file(
+        {"norm": torch.ones(7)} | {f"w{end}": values for end, values in codes.items()}, directory / "model.safetensors"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -152,8 +153,7 @@ def test_run_on_nf4_files_equals_one_on_decoded_weights(tmp_path: Path, nested: 
     values = publish_in_nf4(directories["published"], nested, "layers.0.mlp")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directories["published"]))
     del model.config.quantization_config
-    model.load_state_dict(values)
-    model.save_pretrained(directories["decoded"])
+    model.save_pretrained(directories["decoded"], state_dict=values)
     for name, base, ranks in (("decoded", "bf16", 2), ("published", "bf16", 1), ("published", "nf4", 2)):
         path, adapter = {"config": None, "path": str(directories[name])}, {"r": 3, "base": base}
         train = {"max_steps": 3, "global_batch_size": 4}
@@ -165,6 +165,10 @@ def test_run_on_nf4_files_equals_one_on_decoded_weights(tmp_path: Path, nested: 
     expected = curve(tmp_path / "runs/decoded-bf16")
     assert curve(tmp_path / "runs/published-nf4") == expected
     assert curve(tmp_path / "runs/published-bf16") == pytest.approx(expected, rel=1e-5)
+    events = (tmp_path / "runs/published-nf4/events.jsonl").read_text().splitlines()
+    assert json.loads(events[0])["plan"]["disk_read_bytes"] == pytest.approx(
+        (directories["published"] / "model.safetensors").stat().st_size, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from aliquot.tensor_io.code_sizes import CompressedFormat
+from aliquot.tensor_io.code_sizes import CompressedFormat, code_bytes
 
 Shape = tuple[int, ...]
 
@@ -62,6 +62,16 @@ class ModelShape:
     @cached_property
     def compressed_numel(self) -> int:
         return sum(numel(weight) * len(kind.positions) for kind in self.kinds for weight in kind.compressed)
+
+    @property
+    def compressed_file_bytes(self) -> int:
+        """Bytes of the compressed weights in the files, which store weights of `nf4_single` as codes already."""
+        return sum(
+            len(kind.positions)
+            * (code_bytes(self.base, weight) if self.base == "nf4_single" else self.dtype_bytes * numel(weight))
+            for kind in self.kinds
+            for weight in kind.compressed
+        )
 
     @cached_property
     def alike(self) -> Counter[Shape]:

@@ -32,7 +32,7 @@ _BLOCK = 32  # elements of MXFP4 with a common scale
 _POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _VALUES = torch.cat([_POSITIVE, -_POSITIVE])
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
-_NF4_CHUNK = 1 << 22  # elements that are decoded at a time
+_NF4_CHUNK = 1 << 18  # elements that are decoded at a time, so that their fp32 values stay in the cache of a core
 _LARGEST_STATE = 1 << 16  # bytes
 
 

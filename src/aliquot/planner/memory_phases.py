@@ -110,7 +110,6 @@ def phases(
     built = [PhaseMemory(name, {"process": process.training, **sizes}, shared_process) for name, sizes in building]
     built.append(PhaseMemory("model built", states, shared_process))
     loaded = PhaseMemory("weights loaded", {**states, "buffers": process.loading}, shared)
-    ready = PhaseMemory("optimizer state", {**states, "buffers": process.loading}, shared)
 
     loss = max(0, cost.forward_bytes - cost.saved_bytes)
     forward = {"gathered": held.forward, "activations": cost.saved_bytes, "loss": loss}
@@ -118,22 +117,20 @@ def phases(
     most = max(sum(forward.values()), sum(backward.values()))
     with_gradients = {**states, "gradients": held.gradients}
     with_buffers = {**shared, "buffers": held.buffers}
-    update = {"buffers": held.update}
     first_step = [
         PhaseMemory("first forward", {**states, **forward}, shared),
         PhaseMemory("first backward", {**with_gradients, **_with_freed(backward, most)}, with_buffers),
         PhaseMemory(
-            "first step", {**with_gradients, **_with_freed(update, most), "streamed": held.streamed}, with_buffers
+            "first step",
+            {**with_gradients, **_with_freed({"buffers": held.update}, most), "streamed": held.streamed},
+            with_buffers,
         ),
     ]
     # Fragmentation: smaller blocks may occupy the former place of the largest block, which then needs new memory.
     slack = cost.largest_bytes + held.holes
-    if not held.streamed:
-        slack += int(_GLIBC_HOLES * most) if keeps_holes else 0
-    else:
-        # One half of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`). The other half
-        # is for holes that freed layers leave between saved activations.
-        slack = max(2 * slack, most - cost.saved_bytes)
+    # Of a streamed run, one half of the slack is memory that the allocator keeps unused (`Plan.allocator_cache_bytes`).
+    # The other half is for holes that freed layers leave between saved activations.
+    slack = max(2 * slack, most - cost.saved_bytes) if held.streamed else slack + int(_GLIBC_HOLES * most) * keeps_holes
     gathered = max(held.forward, held.backward)
     steady = {"gathered": gathered, "activations": most - gathered}
     if config.data.has_evaluation:
@@ -141,7 +138,7 @@ def phases(
         steady = max(steady, evaluation, key=lambda sizes: sum(sizes.values()))
     steady |= {"allocator": slack, "snapshot": process.snapshot, "streamed": held.streamed}
     steady_peak = PhaseMemory("steady peak", {**with_gradients, **steady}, with_buffers)
-    return (start, *built, loaded, ready, *first_step, steady_peak)
+    return (start, *built, loaded, replace(loaded, name="optimizer state"), *first_step, steady_peak)
 
 
 def host_phases(held: RankMemory, offloads: bool, index_bytes: int, snapshot: int) -> tuple[PhaseMemory, ...]:

@@ -168,7 +168,8 @@ class RunPlan:
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
             # Each node loads all compressed weights.
-            disk_read_bytes=(stored + (layout.nodes - 1) * self.shape.compressed_numel) * self.shape.dtype_bytes
+            disk_read_bytes=(stored - self.shape.compressed_numel) * self.shape.dtype_bytes
+            + layout.nodes * self.shape.compressed_file_bytes
             if config.model.path is not None
             else 0,
             checkpoint_bytes=self.saving.checkpoint_bytes,

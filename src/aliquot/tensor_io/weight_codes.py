@@ -20,7 +20,7 @@ from torch import Tensor
 
 from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, BaseFormat, scale_count
 
-_CHUNK = 1 << 17  # elements that a thread decodes at a time, so that its fp32 values stay in the cache of a core
+_CHUNK = 1 << 17  # elements that a thread encodes or decodes at a time: its fp32 values stay in the cache of a core
 _GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
 _TINY = 1e-38  # the least scale by which bitsandbytes divides
 
@@ -57,8 +57,9 @@ _LOWEST_CODES = torch.bucketize(torch.arange(-_CELLS, _CELLS + 1) / _CELLS, _mid
 _NEXT_MIDPOINTS = torch.cat([_midpoints(NF4_VALUES), torch.tensor([torch.inf])])[_LOWEST_CODES.int()]
 
 
-def _chunk(out: Tensor) -> int:
-    return _GPU_CHUNK if out.is_cuda else _CHUNK * torch.get_num_threads()
+def chunk_numel(values: Tensor) -> int:
+    """Return the number of elements to encode or decode at a time on the device of `values`."""
+    return _GPU_CHUNK if values.is_cuda else _CHUNK * torch.get_num_threads()
 
 
 @cache
@@ -88,7 +89,7 @@ class Int8Codes:
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
-        chunk = max(1, _chunk(out) // self.unit) * self.unit
+        chunk = max(1, chunk_numel(out) // self.unit) * self.unit
         for first in range(start, start + out.numel(), chunk):
             target = out[first - start :][:chunk]
             rows = self._codes[first : first + target.numel()].float().view(-1, self.unit)
@@ -131,7 +132,7 @@ class Nf4Codes:
         self._scale_codes.copy_(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[: len(scales)])
 
     def decode(self, start: int, out: Tensor) -> None:
-        scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), _chunk(out)
+        scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), chunk_numel(out)
         for at in range(0, out.numel(), chunk):
             target = out[at : at + chunk]
             pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2]

@@ -25,7 +25,7 @@ from aliquot.engines.host.shared_weights import SharedWeights, Weight
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.windows import paged
 from aliquot.tensor_io.code_sizes import code_bytes, scale_count
-from aliquot.tensor_io.weight_codes import Codes, codes_in
+from aliquot.tensor_io.weight_codes import Codes, chunk_numel, codes_in
 
 _DECODED, _USED = 0, 1  # counters of a rank: decoded layers, and started uses of layers
 _BUFFERS = 2
@@ -72,12 +72,15 @@ class CompressedRange:
 
     def store(self, start: int, values: Tensor) -> None:
         first = self._start + start - self._rest.numel()
-        values = torch.cat([self._rest, values])
-        whole = values.numel() // self._unit * self._unit
-        self._rest = values[whole:].clone()
-        for codes in self._copies:
-            scales = codes.encode(first, values[:whole])
-        self._scales[first // self._unit :][: len(scales)].copy_(scales)
+        # Small pieces stay in the cache of a core, and glibc cannot reuse all memory of large temporary tensors.
+        for piece in torch.split(values, chunk_numel(values)):
+            whole_and_rest = torch.cat([self._rest, piece])
+            whole = whole_and_rest.numel() // self._unit * self._unit
+            self._rest = whole_and_rest[whole:].clone()
+            for codes in self._copies:
+                scales = codes.encode(first, whole_and_rest[:whole])
+            self._scales[first // self._unit :][: len(scales)].copy_(scales)
+            first += whole
 
 
 class CompressedLayers(LayerSlots):
