@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.host.compressed_layers import CompressedRange
 from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes, is_compressible, scale_count
-from aliquot.tensor_io.weight_codes import NF4_VALUES, SCALE_VALUES, Codes, codes_in
+from aliquot.tensor_io.weight_codes import NF4_VALUES, SCALE_VALUES, Codes, CompressedRange, codes_in
 from tests.plain import decoded
 
 

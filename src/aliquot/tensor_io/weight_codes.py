@@ -12,13 +12,13 @@ nf4_single: nf4 with fp32 scales, in which checkpoints of bitsandbytes keep thei
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, BaseFormat, scale_count
+from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, CompressedFormat, code_fields, scale_count
 
 _CHUNK = 1 << 17  # elements that a thread decodes at a time, so that its fp32 values stay in the cache of a core
 _GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
@@ -67,13 +67,13 @@ def _on(table: Tensor, device: torch.device) -> Tensor:
 
 
 class Int8Codes:
-    """A weight in int8, by row."""
+    """A shard of a weight in int8, by row."""
 
-    def __init__(self, memory: Tensor, shape: tuple[int, ...]) -> None:
-        self.unit = shape[-1]  # elements that are encoded together
-        numel = math.prod(shape)
-        self._codes = memory[:numel].view(torch.int8)
-        self._scales = memory[numel:].view(torch.float32)
+    def __init__(self, fields: Sequence[Tensor], unit: int, first: int) -> None:
+        """`fields`: see `code_fields`. `unit`: elements that have one scale. `first`: number of the first scale."""
+        self.unit = unit
+        self._first = first
+        self._codes, self._scales = fields[0].view(torch.int8), fields[2].view(torch.float32)
 
     def encode(self, start: int, values: Tensor) -> Tensor:
         """Encode whole units of fp32 values from element `start` on, and return their scales, fp32."""
@@ -83,8 +83,8 @@ class Int8Codes:
         return scales
 
     def set_scales(self, scales: Tensor) -> None:
-        """Store the scales of the whole weight."""
-        self._scales.copy_(scales)
+        """Store the shard's part of `scales`, which are those of the whole weight."""
+        _fill(self._scales, scales[self._first :])
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
@@ -97,17 +97,14 @@ class Int8Codes:
 
 
 class Nf4Codes:
-    """A weight in nf4; its methods are those of `Int8Codes`."""
+    """A shard of a weight in nf4; its methods are those of `Int8Codes`."""
 
     unit = NF4_BLOCK
 
-    def __init__(self, memory: Tensor, shape: tuple[int, ...]) -> None:
-        self._pairs, scales = memory.tensor_split([math.prod(shape) // 2])
-        self._place_scales(scales, scale_count("nf4", shape))
-
-    def _place_scales(self, memory: Tensor, count: int) -> None:
-        groups, mean, self._scale_codes = torch.split(memory, [4 * -(-count // SCALE_GROUP), 4, count])
-        self._group_scales, self._mean = groups.view(torch.float32), mean.view(torch.float32)
+    def __init__(self, fields: Sequence[Tensor], unit: int, first: int) -> None:
+        self._first = first
+        self._pairs, shared, self._scale_codes = fields
+        self._group_scales, self._mean = shared.view(torch.float32).tensor_split([-1])
 
     def encode(self, start: int, values: Tensor) -> Tensor:
         blocks = values.view(-1, NF4_BLOCK)
@@ -121,14 +118,16 @@ class Nf4Codes:
     def set_scales(self, scales: Tensor) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the order of the sum must not depend on the number of threads
-        self._mean.copy_(scales.mean())
+        mean = scales.mean()
         torch.set_num_threads(threads)
         centred = torch.zeros(SCALE_GROUP * len(self._group_scales))
-        torch.sub(scales, self._mean, out=centred[: len(scales)])
+        torch.sub(scales, mean, out=centred[: len(scales)])
         groups = centred.view(-1, SCALE_GROUP)
-        self._group_scales.copy_(groups.abs().amax(1))
-        scaled = (groups * (1 / self._group_scales)[:, None]).nan_to_num_(0.0)
-        self._scale_codes.copy_(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[: len(scales)])
+        group_scales = groups.abs().amax(1)
+        self._mean.copy_(mean)
+        self._group_scales.copy_(group_scales)
+        scaled = (groups * (1 / group_scales)[:, None]).nan_to_num_(0.0)
+        _fill(self._scale_codes, torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[self._first :])
 
     def decode(self, start: int, out: Tensor) -> None:
         scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), _chunk(out)
@@ -138,20 +137,22 @@ class Nf4Codes:
             target.copy_(decode_pairs(pairs, scales[at // NF4_BLOCK :][: target.numel() // NF4_BLOCK]).view(-1))
 
     def _scales(self, first: int, last: int) -> Tensor:
-        return decode_scales(self._scale_codes[first:last], first, self._group_scales, self._mean)
+        return decode_scales(self._scale_codes[first:last], self._first + first, self._group_scales, self._mean)
 
 
 class Nf4SingleCodes(Nf4Codes):
-    """A weight in nf4 with fp32 scales."""
-
-    def _place_scales(self, memory: Tensor, count: int) -> None:
-        self._fp32_scales = memory.view(torch.float32)
+    """A shard of a weight in nf4 with fp32 scales."""
 
     def set_scales(self, scales: Tensor) -> None:
-        self._fp32_scales.copy_(scales)
+        _fill(self._scale_codes.view(torch.float32), scales[self._first :])
 
     def _scales(self, first: int, last: int) -> Tensor:
-        return self._fp32_scales[first:last]
+        return self._scale_codes.view(torch.float32)[first:last]
+
+
+def _fill(target: Tensor, values: Tensor) -> None:
+    """Copy as many of `values` to the beginning of `target` as fit; the last shards may have fewer rows."""
+    target[: len(values)].copy_(values[: len(target)])
 
 
 def decode_pairs(pairs: Tensor, scales: Tensor) -> Tensor:
@@ -168,9 +169,41 @@ def decode_scales(codes: Tensor, first: int, group_scales: Tensor, mean: Tensor)
 
 
 Codes = Int8Codes | Nf4Codes
-_FORMATS: dict[BaseFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
+_FORMATS: dict[CompressedFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
 
 
-def codes_in(memory: Tensor, name: BaseFormat, shape: tuple[int, ...]) -> Codes:
-    """Return a compressed weight in `memory`, uint8 [code_bytes(name, shape)], at an address divisible by 4."""
-    return _FORMATS[name](memory, shape)
+def codes_in(memory: Tensor, name: CompressedFormat, shape: tuple[int, ...], shard: int = 0, shards: int = 1) -> Codes:
+    """Return one of the shards of a weight of `shape`, or the whole weight, in `memory`, at an address divisible by 4.
+
+    `memory`: uint8 [code_bytes(name, shape, shards)].
+    """
+    fields = torch.split(memory, code_fields(name, shape, shards))
+    return _FORMATS[name](fields, shape[-1], shard * scale_count(name, shape, shards))
+
+
+class CompressedRange:
+    """This rank's range of a compressed weight, loaded and stored as fp32. Elements must be stored in their order."""
+
+    def __init__(self, copies: Sequence[Codes], scales: Tensor, start: int) -> None:
+        """`copies`: the weight on each NUMA node. `scales`: fp32 scales of the copies, which `store` fills."""
+        self._copies = copies
+        self.scales = scales
+        self._start = start
+        self._unit = copies[0].unit
+        self._rest = torch.empty(0)  # stored elements of an incomplete unit
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        begin = self._start + start
+        first = begin // self._unit * self._unit
+        values = torch.empty(-(-(begin + out.numel() - first) // self._unit) * self._unit)
+        self._copies[0].decode(first, values)
+        return out.copy_(values[begin - first :][: out.numel()])
+
+    def store(self, start: int, values: Tensor) -> None:
+        first = self._start + start - self._rest.numel()
+        values = torch.cat([self._rest, values])
+        whole = values.numel() // self._unit * self._unit
+        self._rest = values[whole:].clone()
+        for codes in self._copies:
+            scales = codes.encode(first, values[:whole])
+        self.scales[first // self._unit :][: len(scales)].copy_(scales)

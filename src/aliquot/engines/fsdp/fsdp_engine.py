@@ -3,7 +3,8 @@
 Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32,
 which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone. With `shard.replicate: nodes`, the ranks of a
 node gather and reduce among themselves, and nodes add their gradients once per step (FSDP2's hybrid sharding).
-Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them.
+Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them, or 8 or 4 bits
+(sharded_codes.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     use_shared_memory,
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
+from aliquot.engines.fsdp.sharded_codes import ShardedCodes, compress, gathered_code_bytes
 from aliquot.engines.global_norm import global_norm, global_norm_on_device, squared_norms
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import prepare_layers, run_head_loss
@@ -43,6 +45,7 @@ from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.head_loss import Chosen, FusedLoss
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
 from aliquot.tensor_io.parts import KINDS, FlatParts, Kind, Part
+from aliquot.tensor_io.weight_codes import CompressedRange
 
 
 class FsdpEngine(ModelEngine, FlatParts):
@@ -69,7 +72,8 @@ class FsdpEngine(ModelEngine, FlatParts):
             weight_decay=spec.weight_decay,
             rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
-        self._whole_bytes = spec.compute_dtype.itemsize * sum(shard.parameter.numel() for shard in self._shards)
+        itemsize = spec.compute_dtype.itemsize
+        self._whole_bytes = sum(gathered_code_bytes(p) or itemsize * p.numel() for p in model.parameters())
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -118,6 +122,7 @@ class FsdpEngine(ModelEngine, FlatParts):
                 module.set_gradient_divide_factor(1.0)
                 if staging is None and spec.reduce_dtype == "bf16":
                     module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+        compress(meta, spec, division)
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         for name in whole.values():
             parameter = meta.get_parameter(name)
@@ -144,6 +149,26 @@ class FsdpEngine(ModelEngine, FlatParts):
     def flat(self, part: Part) -> Tensor:
         return self._by_name[part.name].select(self._values(part.name, part.kind))
 
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        if (codes := self._codes(part)) is None:
+            super().read(part, start, out)
+        else:
+            codes.load(start - part.start, out)
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        if (codes := self._codes(part)) is None:
+            super().write(part, start, values)
+        else:
+            codes.store(start - part.start, values)
+
+    def view(self, part: Part) -> Tensor | None:
+        return super().view(part) if self._codes(part) is None else None
+
+    def _codes(self, part: Part) -> CompressedRange | None:
+        """Return this rank's part of a compressed weight, or None if the weight is not compressed."""
+        shard = self._by_name[part.name]
+        return shard.local.range(shard.start - shard.first) if isinstance(shard.local, ShardedCodes) else None
+
     def _values(self, name: str, kind: Kind) -> Tensor:
         """Return this rank's rows of a weight or of a moment."""
         local = self._by_name[name].local
@@ -156,7 +181,9 @@ class FsdpEngine(ModelEngine, FlatParts):
         with connecting_nccl(self._device):
             check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:
-            if isinstance(shard.parameter, DTensor):
+            if isinstance(shard.local, ShardedCodes):
+                shard.local.finish()
+            elif isinstance(shard.parameter, DTensor):
                 for kind in KINDS if shard.parameter.requires_grad else KINDS[:1]:
                     self._division.exchange_parts(self._values(shard.name, kind))
             else:  # every rank holds such a weight whole, with its range filled

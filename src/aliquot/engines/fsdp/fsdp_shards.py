@@ -95,7 +95,8 @@ class Shard:
 
     name: str
     parameter: nn.Parameter  # a DTensor, or a weight that every rank holds whole
-    local: Tensor  # the rows: an fp32 leaf that the optimizer updates, or compute dtype if the weight is frozen
+    # The rows: an fp32 leaf that the optimizer updates, or if the weight is frozen in compute dtype or ShardedCodes.
+    local: Tensor
     first: int  # flat index of the first element of `local` in the whole tensor
     start: int  # the part, as flat indices in the whole tensor
     stop: int
@@ -114,10 +115,11 @@ def local_shards(model: nn.Module, division: Division, topology: Topology) -> li
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
-            first, _ = row_ranges(shape, division.shards)[division.shard]
+            first, last = row_ranges(shape, division.shards)[division.shard]
             local = parameter.to_local().detach()
-            # Whole rows: a part must not begin inside a block of elements that have one scale in a checkpoint.
-            start, stop = (first + at for at in row_ranges(tuple(local.shape), division.replicas)[division.replica])
+            # Whole rows: a part must not begin inside a block of elements that have one scale. Codes have padded rows.
+            part = row_ranges(tuple(local.shape), division.replicas)[division.replica]
+            start, stop = (min(first + at, last) for at in part)
         else:  # every rank holds such a weight whole
             first, stop = row_ranges(shape, topology.world_size)[topology.rank]
             local, start = parameter.detach().view(-1)[first:stop], first

@@ -25,7 +25,7 @@ from aliquot.engines.host.shared_weights import SharedWeights, Weight
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.windows import paged
 from aliquot.tensor_io.code_sizes import code_bytes, scale_count
-from aliquot.tensor_io.weight_codes import Codes, codes_in
+from aliquot.tensor_io.weight_codes import Codes, CompressedRange, codes_in
 
 _DECODED, _USED = 0, 1  # counters of a rank: decoded layers, and started uses of layers
 _BUFFERS = 2
@@ -50,34 +50,6 @@ def choose_compressed(model: nn.Module, spec: EngineSpec) -> Layers:
         for layer in decoder_layers(model)
         if any(id(weight) in indices for weight in layer.parameters())
     ]
-
-
-class CompressedRange:
-    """This rank's range of a compressed weight, loaded and stored as fp32. Elements must be stored in their order."""
-
-    def __init__(self, copies: Sequence[Codes], scales: Tensor, start: int) -> None:
-        """`copies`: the weight on each NUMA node. `scales`: fp32 scales of the whole weight, filled by `store`."""
-        self._copies = copies
-        self._scales = scales
-        self._start = start
-        self._unit = copies[0].unit
-        self._rest = torch.empty(0)  # stored elements of an incomplete unit
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        begin = self._start + start
-        first = begin // self._unit * self._unit
-        values = torch.empty(-(-(begin + out.numel() - first) // self._unit) * self._unit)
-        self._copies[0].decode(first, values)
-        return out.copy_(values[begin - first :][: out.numel()])
-
-    def store(self, start: int, values: Tensor) -> None:
-        first = self._start + start - self._rest.numel()
-        values = torch.cat([self._rest, values])
-        whole = values.numel() // self._unit * self._unit
-        self._rest = values[whole:].clone()
-        for codes in self._copies:
-            scales = codes.encode(first, values[:whole])
-        self._scales[first // self._unit :][: len(scales)].copy_(scales)
 
 
 class CompressedLayers(LayerSlots):
