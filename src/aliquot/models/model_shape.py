@@ -60,8 +60,13 @@ class ModelShape:
         return sum(map(numel, self.learned))
 
     @cached_property
+    def compressed(self) -> Counter[Shape]:
+        """Return the number of compressed weights of each shape."""
+        return Counter(weight for kind in self.kinds for _ in kind.positions for weight in kind.compressed)
+
+    @cached_property
     def compressed_numel(self) -> int:
-        return sum(numel(weight) * len(kind.positions) for kind in self.kinds for weight in kind.compressed)
+        return sum(map(numel, self.compressed.elements()))
 
     @cached_property
     def alike(self) -> Counter[Shape]:

@@ -42,7 +42,7 @@ def choose_compressed(model: nn.Module, spec: EngineSpec) -> Layers:
         return []
     if not spec.packs:
         raise EngineError(
-            f"adapter.base: {spec.base} does not run with a model that takes one document per call: use bf16"
+            f"adapter.base: {spec.base} needs shard.engine: fsdp with a model that takes one document per call"
         )
     indices = {id(weight): at for at, (name, weight) in enumerate(model.named_parameters()) if name in spec.compressed}
     return [
