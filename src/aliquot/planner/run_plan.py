@@ -143,8 +143,8 @@ class RunPlan:
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
-        if self.engine == "host":  # each node loads all compressed weights
-            stored += (layout.nodes - 1) * self.shape.compressed_numel
+        # With engine host, each node loads all compressed weights.
+        stored += (layout.nodes - 1) * self.shape.compressed_numel if self.engine == "host" else 0
         filled = -(-size.total // size.micro)  # micro-batches of a step, of all ranks
         return Plan(
             model=self.shape.name,

@@ -172,8 +172,8 @@ Codes = Int8Codes | Nf4Codes
 _FORMATS: dict[CompressedFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
 
 
-def codes_in(memory: Tensor, name: CompressedFormat, shape: tuple[int, ...], shard: int = 0, shards: int = 1) -> Codes:
-    """Return one of the shards of a weight of `shape`, or the whole weight, in `memory`, at an address divisible by 4.
+def codes_in(memory: Tensor, name: CompressedFormat, shape: tuple[int, ...], shards: int = 1, shard: int = 0) -> Codes:
+    """Return the whole weight of `shape`, or shard number `shard`, in `memory`, at an address divisible by 4.
 
     `memory`: uint8 [code_bytes(name, shape, shards)].
     """

@@ -33,7 +33,7 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     use_shared_memory,
 )
 from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
-from aliquot.engines.fsdp.sharded_codes import ShardedCodes, compress, gathered_code_bytes
+from aliquot.engines.fsdp.sharded_codes import ShardedCodes, compress
 from aliquot.engines.global_norm import global_norm, global_norm_on_device, squared_norms
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import prepare_layers, run_head_loss
@@ -72,8 +72,12 @@ class FsdpEngine(ModelEngine, FlatParts):
             weight_decay=spec.weight_decay,
             rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
-        itemsize = spec.compute_dtype.itemsize
-        self._whole_bytes = sum(gathered_code_bytes(p) or itemsize * p.numel() for p in model.parameters())
+        self._whole_bytes = sum(
+            division.shards * shard.local.nbytes
+            if isinstance(shard.local, ShardedCodes)
+            else spec.compute_dtype.itemsize * shard.parameter.numel()
+            for shard in self._shards
+        )
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -167,7 +171,8 @@ class FsdpEngine(ModelEngine, FlatParts):
     def _codes(self, part: Part) -> CompressedRange | None:
         """Return this rank's part of a compressed weight, or None if the weight is not compressed."""
         shard = self._by_name[part.name]
-        return shard.local.range(shard.start - shard.first) if isinstance(shard.local, ShardedCodes) else None
+        codes = shard.local
+        return codes.range(self._division.shard, shard.start - shard.first) if isinstance(codes, ShardedCodes) else None
 
     def _values(self, name: str, kind: Kind) -> Tensor:
         """Return this rank's rows of a weight or of a moment."""
@@ -182,7 +187,7 @@ class FsdpEngine(ModelEngine, FlatParts):
             check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:
             if isinstance(shard.local, ShardedCodes):
-                shard.local.finish()
+                shard.local.finish(self._division)
             elif isinstance(shard.parameter, DTensor):
                 for kind in KINDS if shard.parameter.requires_grad else KINDS[:1]:
                     self._division.exchange_parts(self._values(shard.name, kind))

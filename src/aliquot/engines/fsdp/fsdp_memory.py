@@ -36,9 +36,8 @@ def fsdp_memory(
     # Flat results of all-gathers, each of which FSDP2 keeps until the next one. One rank only copies.
     flat = sent[1:] if ranks > 1 else [0] * len(layers)
     whole, rounded = compute * (root + sum(layers)), sent_gradient if sent_gradient < 4 else 0
-    gathered_layers = [0 if unsharded.weights else compute * layer for layer in layers]
-    most = max(map(sum, zip(gathered_layers, flat, [size for _, size in _codes(shape, ranks)[1:]], strict=True)))
-    forward = most + (whole if unsharded.weights else compute * root)
+    pairs = zip(layers, flat, strict=True)
+    forward = whole + max(flat) if unsharded.weights else compute * root + max(compute * n + sent for n, sent in pairs)
 
     def backward() -> int:
         """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
@@ -99,19 +98,16 @@ def pinned_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tu
 
 def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> list[int]:
     """Return the bytes of each group of weights in an all-gather."""
-    itemsize, groups = config.train.compute_itemsize, zip(shape.padded_groups(ranks), _codes(shape, ranks), strict=True)
-    return [itemsize * (numel - compressed) + size for numel, (compressed, size) in groups]
-
-
-def _codes(shape: ModelShape, ranks: int) -> list[tuple[int, int]]:
-    """Return (padded elements, bytes of codes) of the compressed weights of each group of weights."""
-    groups = [(0, 0)] * len(shape.padded_groups(ranks))
-    for kind in shape.kinds:
-        elements = ranks * sum(padded_share(weight, ranks) for weight in kind.compressed)
-        size = ranks * sum(code_bytes(shape.base, weight, ranks) for weight in kind.compressed)
-        for at in kind.positions:
-            groups[1 + at] = elements, size
-    return groups
+    itemsize = config.train.compute_itemsize
+    saved = {
+        1 + at: sum(
+            itemsize * padded_share(item, ranks) - code_bytes(shape.base, item, ranks) for item in kind.compressed
+        )
+        for kind in shape.kinds
+        for at in kind.positions
+    }
+    groups = enumerate(shape.padded_groups(ranks))
+    return [itemsize * elements - ranks * saved.get(at, 0) for at, elements in groups]
 
 
 def replicas(config: RunConfig, layout: RankLayout) -> int:
