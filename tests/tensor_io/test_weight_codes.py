@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes, is_compressible, scale_count
+from aliquot.tensor_io.code_sizes import CompressedFormat, code_bytes, is_compressible, scale_count
 from aliquot.tensor_io.weight_codes import NF4_VALUES, SCALE_VALUES, Codes, CompressedRange, codes_in
 from tests.plain import decoded
 
@@ -53,7 +53,7 @@ def test_int8_by_its_definition() -> None:
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 @pytest.mark.parametrize("pieces", [7, 64, 1000])
-def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: BaseFormat, pieces: int) -> None:
+def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: CompressedFormat, pieces: int) -> None:
     """Two ranks store their rows piece by piece; what they decode is as if one had stored the whole."""
     values = weight(9, 2, 128, dtype=torch.float32)
     memory, scales = (

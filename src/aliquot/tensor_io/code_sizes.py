@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-BaseFormat = Literal["int8", "nf4", "nf4_single"]
-CompressedFormat = BaseFormat | Literal["bf16"]
+CompressedFormat = Literal["bf16", "int8", "nf4", "nf4_single"]  # bf16: not compressed
 
 NF4_BLOCK = 64  # elements that share a scale, as in QLoRA
 SCALE_GROUP = 256  # scales of nf4 that share an fp32 scale
@@ -37,4 +36,9 @@ def code_fields(name: CompressedFormat, shape: tuple[int, ...], shards: int = 1)
 
 def scale_count(name: CompressedFormat, shape: tuple[int, ...], shards: int = 1) -> int:
     """Return the number of scales of a shard: one for each row of int8, one for each block of nf4."""
-    return -(-shape[0] // shards) * math.prod(shape[1:]) // (shape[-1] if name == "int8" else NF4_BLOCK)
+    return -(-shape[0] // shards) * math.prod(shape[1:]) // scale_unit(name, shape)
+
+
+def scale_unit(name: CompressedFormat, shape: tuple[int, ...]) -> int:
+    """Return the number of elements that have one scale."""
+    return shape[-1] if name == "int8" else NF4_BLOCK

@@ -12,13 +12,14 @@ nf4_single: nf4 with fp32 scales, in which checkpoints of bitsandbytes keep thei
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, CompressedFormat, code_fields, scale_count
+from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, CompressedFormat, code_fields, scale_count, scale_unit
 
 _CHUNK = 1 << 17  # elements that a thread decodes at a time, so that its fp32 values stay in the cache of a core
 _GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
@@ -66,45 +67,57 @@ def _on(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
 
 
-class Int8Codes:
-    """A shard of a weight in int8, by row."""
+class Codes(ABC):
+    """A shard of a compressed weight, with an fp32 scale for each unit of elements."""
 
     def __init__(self, fields: Sequence[Tensor], unit: int, first: int) -> None:
         """`fields`: see `code_fields`. `unit`: elements that have one scale. `first`: number of the first scale."""
-        self.unit = unit
-        self._first = first
-        self._codes, self._scales = fields[0].view(torch.int8), fields[2].view(torch.float32)
+        self.unit, self._first = unit, first
+        self._codes, self._shared, self._scale_memory = fields
 
+    @abstractmethod
     def encode(self, start: int, values: Tensor) -> Tensor:
         """Encode whole units of fp32 values from element `start` on, and return their scales, fp32."""
-        rows = values.view(-1, self.unit)
-        scales = rows.abs().amax(1) / 127
-        self._codes[start : start + values.numel()].copy_((rows / scales.clamp(min=_TINY)[:, None]).round_().view(-1))
-        return scales
+
+    @abstractmethod
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        """Return the fp32 values of whole units, which have these scales."""
 
     def set_scales(self, scales: Tensor) -> None:
-        """Store the shard's part of `scales`, which are those of the whole weight."""
-        _fill(self._scales, scales[self._first :])
+        """Store the shard's part of `scales`, which are those of the whole weight. The last shards may have fewer."""
+        memory = self._scale_memory.view(scales.dtype)
+        values = scales[self._first :][: len(memory)]
+        memory[: len(values)].copy_(values)
+
+    def _scales(self, first: int, last: int) -> Tensor:
+        return self._scale_memory.view(torch.float32)[first:last]
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
-        chunk = max(1, _chunk(out) // self.unit) * self.unit
-        for first in range(start, start + out.numel(), chunk):
-            target = out[first - start :][:chunk]
-            rows = self._codes[first : first + target.numel()].float().view(-1, self.unit)
-            rows.mul_(self._scales[first // self.unit :][: len(rows), None])
-            target.copy_(rows.view(-1))
+        units = max(1, _chunk(out) // self.unit)
+        scales = self._scales(start // self.unit, (start + out.numel()) // self.unit)
+        chunks = zip(torch.split(out, units * self.unit), torch.split(scales, units), strict=True)
+        for number, (target, own_scales) in enumerate(chunks):
+            values = self._values(start + number * units * self.unit, target.numel(), own_scales)
+            target.copy_(values.view(-1))
 
 
-class Nf4Codes:
-    """A shard of a weight in nf4; its methods are those of `Int8Codes`."""
+class Int8Codes(Codes):
+    """A weight in int8, by row."""
 
-    unit = NF4_BLOCK
+    def encode(self, start: int, values: Tensor) -> Tensor:
+        rows = values.view(-1, self.unit)
+        scales = rows.abs().amax(1) / 127
+        codes = (rows / scales.clamp(min=_TINY)[:, None]).round_().view(-1)
+        self._codes.view(torch.int8)[start : start + values.numel()].copy_(codes)
+        return scales
 
-    def __init__(self, fields: Sequence[Tensor], unit: int, first: int) -> None:
-        self._first = first
-        self._pairs, shared, self._scale_codes = fields
-        self._group_scales, self._mean = shared.view(torch.float32).tensor_split([-1])
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        return self._codes.view(torch.int8)[start:][:numel].float().view(-1, self.unit).mul_(scales[:, None])
+
+
+class Nf4SingleCodes(Codes):
+    """A weight in nf4 with fp32 scales. Two elements are in one byte."""
 
     def encode(self, start: int, values: Tensor) -> Tensor:
         blocks = values.view(-1, NF4_BLOCK)
@@ -112,47 +125,30 @@ class Nf4Codes:
         scaled = (blocks * (1 / scales.clamp(min=_TINY))[:, None]).clamp_(-1, 1).view(-1)
         cells = torch.add(_CELLS, scaled, alpha=_CELLS).int()
         codes = _LOWEST_CODES.index_select(0, cells) + (scaled > _NEXT_MIDPOINTS.index_select(0, cells))
-        self._pairs[start // 2 : (start + values.numel()) // 2].copy_((codes[::2] << 4) | codes[1::2])
+        self._codes[start // 2 : (start + values.numel()) // 2].copy_((codes[::2] << 4) | codes[1::2])
         return scales
+
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        return decode_pairs(self._codes[start // 2 :][: numel // 2], scales)
+
+
+class Nf4Codes(Nf4SingleCodes):
+    """A weight in nf4 with scales of 8 bits."""
 
     def set_scales(self, scales: Tensor) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the order of the sum must not depend on the number of threads
         mean = scales.mean()
         torch.set_num_threads(threads)
-        centred = torch.zeros(SCALE_GROUP * len(self._group_scales))
-        torch.sub(scales, mean, out=centred[: len(scales)])
-        groups = centred.view(-1, SCALE_GROUP)
+        groups = torch.constant_pad_nd(scales - mean, (0, -len(scales) % SCALE_GROUP)).view(-1, SCALE_GROUP)
         group_scales = groups.abs().amax(1)
-        self._mean.copy_(mean)
-        self._group_scales.copy_(group_scales)
+        self._shared.view(torch.float32).copy_(torch.cat([group_scales, mean[None]]))
         scaled = (groups * (1 / group_scales)[:, None]).nan_to_num_(0.0)
-        _fill(self._scale_codes, torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[self._first :])
-
-    def decode(self, start: int, out: Tensor) -> None:
-        scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), _chunk(out)
-        for at in range(0, out.numel(), chunk):
-            target = out[at : at + chunk]
-            pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2]
-            target.copy_(decode_pairs(pairs, scales[at // NF4_BLOCK :][: target.numel() // NF4_BLOCK]).view(-1))
+        super().set_scales(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).to(torch.uint8).view(-1))
 
     def _scales(self, first: int, last: int) -> Tensor:
-        return decode_scales(self._scale_codes[first:last], self._first + first, self._group_scales, self._mean)
-
-
-class Nf4SingleCodes(Nf4Codes):
-    """A shard of a weight in nf4 with fp32 scales."""
-
-    def set_scales(self, scales: Tensor) -> None:
-        _fill(self._scale_codes.view(torch.float32), scales[self._first :])
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        return self._scale_codes.view(torch.float32)[first:last]
-
-
-def _fill(target: Tensor, values: Tensor) -> None:
-    """Copy as many of `values` to the beginning of `target` as fit; the last shards may have fewer rows."""
-    target[: len(values)].copy_(values[: len(target)])
+        group_scales, mean = self._shared.view(torch.float32).tensor_split([-1])
+        return decode_scales(self._scale_memory[first:last], self._first + first, group_scales, mean)
 
 
 def decode_pairs(pairs: Tensor, scales: Tensor) -> Tensor:
@@ -168,7 +164,6 @@ def decode_scales(codes: Tensor, first: int, group_scales: Tensor, mean: Tensor)
     return values.mul_(group_scales.index_select(0, groups)).add_(mean)
 
 
-Codes = Int8Codes | Nf4Codes
 _FORMATS: dict[CompressedFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
 
 
@@ -177,8 +172,8 @@ def codes_in(memory: Tensor, name: CompressedFormat, shape: tuple[int, ...], sha
 
     `memory`: uint8 [code_bytes(name, shape, shards)].
     """
-    fields = torch.split(memory, code_fields(name, shape, shards))
-    return _FORMATS[name](fields, shape[-1], shard * scale_count(name, shape, shards))
+    fields, unit = torch.split(memory, code_fields(name, shape, shards)), scale_unit(name, shape)
+    return _FORMATS[name](fields, unit, shard * scale_count(name, shape, shards))
 
 
 class CompressedRange:

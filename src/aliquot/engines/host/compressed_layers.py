@@ -70,7 +70,6 @@ class CompressedLayers(LayerSlots):
         they may wait until this rank reads its ring buffer.
         """
         super().__init__([module for module, _ in layers], _BUFFERS)
-        assert spec.base != "bf16"
         self._serve = serve
         self._peers = hosts.peers
         self._layers = [indices for _, indices in layers]

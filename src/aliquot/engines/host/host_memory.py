@@ -99,8 +99,6 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
 def saved_by_compression(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes by which an adapter's base in 4 or 8 bits is smaller, with its buffers for decoded layers."""
     base, compute = shape.base, config.train.compute_itemsize
-    if base == "bf16":
-        return 0
     decoded = [compute * sum(map(numel, kind.compressed)) for kind in shape.kinds for _ in kind.positions]
     codes = sum(code_bytes(base, weight) for weight in shape.compressed.elements())
     return sum(decoded) - codes - 2 * max(decoded)
@@ -157,8 +155,8 @@ class LayerCopies:
 
 def _frozen_bytes(itemsize: int, base: CompressedFormat, kind: LayerKind) -> int:
     """Return the bytes of the frozen weights of a layer in host memory, some of them compressed."""
-    whole = itemsize * sum(map(numel, kind.frozen))
-    return whole - sum(itemsize * numel(weight) - code_bytes(base, weight) for weight in kind.compressed)
+    saved = sum(itemsize * numel(weight) - code_bytes(base, weight) for weight in kind.compressed)
+    return itemsize * sum(map(numel, kind.frozen)) - saved
 
 
 def _in_flight_bytes(shape: ModelShape, itemsize: int) -> int:
