@@ -74,6 +74,23 @@ def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: CompressedForm
     assert torch.equal(whole, expected.bfloat16())
 
 
+@pytest.mark.parametrize("base", ["nf4", "int8", "nf4_single"])
+@pytest.mark.parametrize("shards", [1, 2, 4, 11])
+def test_shards_have_the_values_of_the_whole(base: CompressedFormat, shards: int) -> None:
+    """Shards end within a group of scales, and the last of them have fewer rows or none."""
+    values = weight(9, 3, 2048, dtype=torch.float32)
+    memory = [torch.zeros(code_bytes(base, values.shape, shards), dtype=torch.uint8) for _ in range(shards)]
+    codes = [codes_in(part, base, values.shape, shards, shard) for shard, part in enumerate(memory)]
+    rows = -(-9 // shards)
+    parts = [values[shard * rows : (shard + 1) * rows].reshape(-1) for shard in range(shards)]
+    scales = torch.cat([shard.encode(0, part) for shard, part in zip(codes, parts, strict=True)])
+    for shard, part, start in zip(codes, parts, range(0, shards * rows, rows), strict=True):
+        shard.set_scales(scales)
+        result = torch.empty_like(part)
+        shard.decode(0, result)
+        assert torch.equal(result.view(-1, 3, 2048), decoded(values, base)[start : start + rows])
+
+
 def test_sizes_are_those_of_qlora() -> None:
     assert code_bytes("nf4", (4096, 4096)) * 8 / 4096**2 == pytest.approx(4.127, abs=1e-3)
     assert code_bytes("int8", (4096, 4096)) * 8 / 4096**2 == pytest.approx(8.008, abs=1e-3)
