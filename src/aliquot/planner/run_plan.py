@@ -142,9 +142,9 @@ class RunPlan:
         divergence_s = evaluation_time(setting, self.whole_micro_batch, mismatched, moved, self.rates)
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
-        stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
         # With engine host, each node loads all compressed weights.
-        stored += (layout.nodes - 1) * self.shape.compressed_numel if self.engine == "host" else 0
+        again = (layout.nodes - 1) * self.shape.compressed_numel if self.engine == "host" else 0
+        stored = again + self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
         filled = -(-size.total // size.micro)  # micro-batches of a step, of all ranks
         return Plan(
             model=self.shape.name,

@@ -58,10 +58,6 @@ _LOWEST_CODES = torch.bucketize(torch.arange(-_CELLS, _CELLS + 1) / _CELLS, _mid
 _NEXT_MIDPOINTS = torch.cat([_midpoints(NF4_VALUES), torch.tensor([torch.inf])])[_LOWEST_CODES.int()]
 
 
-def _chunk(out: Tensor) -> int:
-    return _GPU_CHUNK if out.is_cuda else _CHUNK * torch.get_num_threads()
-
-
 @cache
 def _on(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
@@ -94,7 +90,7 @@ class Codes(ABC):
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
-        units = max(1, _chunk(out) // self.unit)
+        units = max(1, (_GPU_CHUNK if out.is_cuda else _CHUNK * torch.get_num_threads()) // self.unit)
         scales = self._scales(start // self.unit, (start + out.numel()) // self.unit)
         chunks = zip(torch.split(out, units * self.unit), torch.split(scales, units), strict=True)
         for number, (target, own_scales) in enumerate(chunks):

@@ -88,9 +88,11 @@ class FsdpEngine(ModelEngine, FlatParts):
         self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
-        groups = [_group_bytes(module, spec.compute_dtype) for module in self._groups]
+        whole, *groups = (sum(parameter.numel() for parameter in module.parameters()) for module in self._groups)
         # The root group stays gathered while any layer is gathered. A single rank also gathers a copy.
-        self._gathered_bytes = sum(groups) if spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
+        self._gathered_bytes = spec.compute_dtype.itemsize * (
+            whole if spec.unsharded.weights else whole - sum(groups) + max(groups, default=0)
+        )
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -171,8 +173,11 @@ class FsdpEngine(ModelEngine, FlatParts):
     def _codes(self, part: Part) -> CompressedRange | None:
         """Return this rank's part of a compressed weight, or None if the weight is not compressed."""
         shard = self._by_name[part.name]
-        codes = shard.local
-        return codes.range(self._division.shard, shard.start - shard.first) if isinstance(codes, ShardedCodes) else None
+        return (
+            shard.local.range(self._division.shard, shard.start - shard.first)
+            if isinstance(shard.local, ShardedCodes)
+            else None
+        )
 
     def _values(self, name: str, kind: Kind) -> Tensor:
         """Return this rank's rows of a weight or of a moment."""
@@ -308,17 +313,6 @@ def _groups_of(model: nn.Module) -> list[nn.Module]:
     if head is not None and head.weight is not embedding.weight:
         groups.append(head)
     return [*groups, model]
-
-
-def _group_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes that the module's FSDP group gathers, without those of inner groups."""
-    inner = {
-        id(parameter)
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
-    return dtype.itemsize * sum(weight.numel() for weight in module.parameters() if id(weight) not in inner)
 
 
 def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:

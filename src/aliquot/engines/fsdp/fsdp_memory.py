@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import add
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
@@ -26,7 +27,8 @@ def fsdp_memory(
 
     `backward_bytes`: the most bytes of activations during a backward pass; `layer_bytes`: the activations of a layer.
     """
-    compute, ranks = config.train.compute_itemsize, layout.world_size // replicas(config, layout)
+    compute, copies = config.train.compute_itemsize, replicas(config, layout)
+    ranks = layout.world_size // copies
     root, *layers = shape.padded_groups(ranks)
     sent = gathered_bytes(config, shape, ranks)
     learned = shape.padded_groups(ranks, learned=True)
@@ -36,8 +38,9 @@ def fsdp_memory(
     # Flat results of all-gathers, each of which FSDP2 keeps until the next one. One rank only copies.
     flat = sent[1:] if ranks > 1 else [0] * len(layers)
     whole, rounded = compute * (root + sum(layers)), sent_gradient if sent_gradient < 4 else 0
-    pairs = zip(layers, flat, strict=True)
-    forward = whole + max(flat) if unsharded.weights else compute * root + max(compute * n + sent for n, sent in pairs)
+    forward = (
+        whole + max(flat) if unsharded.weights else compute * root + max(map(add, [compute * n for n in layers], flat))
+    )
 
     def backward() -> int:
         """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
@@ -76,7 +79,10 @@ def fsdp_memory(
         evaluation=forward,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
-        holes=_holes(learned, layout, replicas(config, layout)),
+        # Gradients that move from step to step leave holes in the heap of a CPU rank. Gradients stay allocated between
+        # steps, except for gradients of the root group, which each micro-batch allocates anew. Gradients that replicas
+        # add are all allocated anew.
+        holes=4 * (sum(learned) if copies > 1 else learned[0]) // ranks if layout.device == "cpu" else 0,
     )
 
 
@@ -113,17 +119,6 @@ def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> list[int
 def replicas(config: RunConfig, layout: RankLayout) -> int:
     """Return the number of copies of the whole state; the ranks of a copy divide it."""
     return layout.nodes if config.shard.replicate == "nodes" else 1
-
-
-def _holes(learned: Sequence[int], layout: RankLayout, copies: int) -> int:
-    """Return the bytes of gradients that move from step to step: on CPU, they leave holes in the heap.
-
-    Gradients stay allocated between steps, except for gradients of the root group, which each micro-batch allocates
-    anew. Gradients that replicas add are all allocated anew.
-    """
-    if layout.device != "cpu":
-        return 0
-    return 4 * (sum(learned) if copies > 1 else learned[0]) * copies // layout.world_size
 
 
 def shares_memory(config: RunConfig, layout: RankLayout) -> bool:

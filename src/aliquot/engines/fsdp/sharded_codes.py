@@ -41,8 +41,8 @@ class ShardedCodes(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, form: _Form, dtype: torch.dtype) -> Any:
         """`dtype`: of the decoded weight."""
-        size = (-(-form[1][0] // form[2]), *form[1][1:])
-        return Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)
+        _, (rows, *row), shards = form
+        return Tensor._make_wrapper_subclass(cls, (-(-rows // shards), *row), dtype=dtype, device=codes.device)
 
     def __init__(self, codes: Tensor, form: _Form, dtype: torch.dtype) -> None:
         self._codes = codes

@@ -36,15 +36,14 @@ def choose_compressed(model: nn.Module, spec: EngineSpec) -> Layers:
 
     Raises EngineError if this run does not support compressed weights.
     """
-    if spec.base == "bf16" or spec.compressed.isdisjoint(
-        name for name, parameter in model.named_parameters() if not parameter.requires_grad
-    ):  # all weights of a start-up proof are trained
-        return []
-    if not spec.packs:
+    indices = {
+        id(weight): at for at, (name, weight) in enumerate(model.named_parameters())
+        if name in spec.compressed and not weight.requires_grad  # all weights of a start-up proof are trained
+    }  # fmt: skip
+    if indices and not spec.packs:
         raise EngineError(
             f"adapter.base: {spec.base} needs shard.engine: fsdp with a model that takes one document per call"
         )
-    indices = {id(weight): at for at, (name, weight) in enumerate(model.named_parameters()) if name in spec.compressed}
     return [
         (layer, [indices[id(weight)] for weight in layer.parameters() if id(weight) in indices])
         for layer in decoder_layers(model)
