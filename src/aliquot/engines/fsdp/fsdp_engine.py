@@ -4,7 +4,7 @@ Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (
 which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone. With `shard.replicate: nodes`, the ranks of a
 node gather and reduce among themselves, and nodes add their gradients once per step (FSDP2's hybrid sharding).
 Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them, or 8 or 4 bits
-(sharded_codes.py).
+(fsdp_shards.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     check_collectives,
     use_shared_memory,
 )
-from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
-from aliquot.engines.fsdp.sharded_codes import ShardedCodes, compress
+from aliquot.engines.fsdp.fsdp_shards import Division, ShardedCodes, compress, local_shards
 from aliquot.engines.global_norm import global_norm, global_norm_on_device, squared_norms
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import prepare_layers, run_head_loss
