@@ -23,7 +23,7 @@ from aliquot.data.batches import Batches
 from aliquot.data.prepare import prepare
 from aliquot.models import initialize, meta
 from aliquot.models.micro_batch import MicroBatch
-from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes
+from aliquot.tensor_io.code_sizes import CompressedFormat, code_bytes
 from aliquot.tensor_io.parts import Part
 from aliquot.tensor_io.weight_codes import codes_in
 
@@ -60,7 +60,7 @@ def initial_weights(config: Any, seed: int, adapter: AdapterSection | None = Non
     return weights
 
 
-def decoded(values: Tensor, base: BaseFormat) -> Tensor:
+def decoded(values: Tensor, base: CompressedFormat) -> Tensor:
     """Return the values of a weight after compression."""
     codes = codes_in(torch.zeros(code_bytes(base, values.shape), dtype=torch.uint8), base, values.shape)
     codes.set_scales(codes.encode(0, values.flatten()))

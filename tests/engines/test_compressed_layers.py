@@ -20,6 +20,11 @@ ROUNDED = "qwen2-tied-nf4-bf16"
     [
         pytest.param(EngineSetup("host", 1), marks=pytest.mark.long),
         EngineSetup("host", 2),
+        EngineSetup("fsdp", 2),
+        pytest.param(EngineSetup("fsdp", 1), marks=pytest.mark.long),
+        pytest.param(EngineSetup("fsdp", 2, offload=True), marks=pytest.mark.long),
+        pytest.param(EngineSetup("fsdp", 3, shared_memory=True), marks=pytest.mark.long),
+        pytest.param(EngineSetup("fsdp", 4, replicas=2), marks=pytest.mark.long),
         pytest.param(EngineSetup("host", 3), marks=pytest.mark.long),
         pytest.param(EngineSetup("host", 4, numa_nodes=2), marks=pytest.mark.long),
         EngineSetup("host", 4, hosts=2, late=True),

@@ -157,13 +157,14 @@ def test_run_on_nf4_files_equals_one_on_decoded_weights(tmp_path: Path, nested: 
     for name, base, ranks in (("decoded", "bf16", 2), ("published", "bf16", 1), ("published", "nf4", 2)):
         path, adapter = {"config": None, "path": str(directories[name])}, {"r": 3, "base": base}
         train = {"max_steps": 3, "global_batch_size": 4}
-        trained(
-            write_config(
-                tmp_path / "runs", f"{name}-{base}", model=path, adapter=adapter, launch={"ranks": ranks}, train=train
-            )
+        config = write_config(
+            tmp_path / "runs", f"{name}-{base}", model=path, adapter=adapter, launch={"ranks": ranks}, train=train
         )
+        trained(config)
+    trained(config, "shard.engine=fsdp", f"run.directory={tmp_path}/runs/fsdp")
     expected = curve(tmp_path / "runs/decoded-bf16")
     assert curve(tmp_path / "runs/published-nf4") == expected
+    assert curve(tmp_path / "runs/fsdp") == pytest.approx(expected, rel=1e-5)
     assert curve(tmp_path / "runs/published-bf16") == pytest.approx(expected, rel=1e-5)
     events = (tmp_path / "runs/published-nf4/events.jsonl").read_text().splitlines()
     assert json.loads(events[0])["plan"]["disk_read_bytes"] == pytest.approx(

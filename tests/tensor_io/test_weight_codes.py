@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aliquot.engines.host.compressed_layers import CompressedRange
-from aliquot.tensor_io.code_sizes import BaseFormat, code_bytes, is_compressible, scale_count
-from aliquot.tensor_io.weight_codes import NF4_VALUES, SCALE_VALUES, Codes, codes_in
+from aliquot.tensor_io.code_sizes import CompressedFormat, code_bytes, is_compressible, scale_count
+from aliquot.tensor_io.weight_codes import NF4_VALUES, SCALE_VALUES, Codes, CompressedRange, codes_in
 from tests.plain import decoded
 
 
@@ -54,7 +53,7 @@ def test_int8_by_its_definition() -> None:
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
 @pytest.mark.parametrize("pieces", [7, 64, 1000])
-def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: BaseFormat, pieces: int) -> None:
+def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: CompressedFormat, pieces: int) -> None:
     """Two ranks store their rows piece by piece; what they decode is as if one had stored the whole."""
     values = weight(9, 2, 128, dtype=torch.float32)
     memory, scales = (
@@ -73,6 +72,23 @@ def test_a_range_is_stored_and_loaded_in_pieces_of_any_size(base: BaseFormat, pi
     whole = torch.empty(values.numel(), dtype=torch.bfloat16)
     codes.decode(0, whole)
     assert torch.equal(whole, expected.bfloat16())
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "nf4_single"])
+@pytest.mark.parametrize("shards", [1, 2, 4, 11])
+def test_shards_have_the_values_of_the_whole(base: CompressedFormat, shards: int) -> None:
+    """Shards end within a group of scales, and the last of them have fewer rows or none."""
+    values = weight(9, 3, 2048, dtype=torch.float32)
+    memory = [torch.zeros(code_bytes(base, values.shape, shards), dtype=torch.uint8) for _ in range(shards)]
+    codes = [codes_in(part, base, values.shape, shards, shard) for shard, part in enumerate(memory)]
+    rows = -(-9 // shards)
+    parts = [values[shard * rows : (shard + 1) * rows].reshape(-1) for shard in range(shards)]
+    scales = torch.cat([shard.encode(0, part) for shard, part in zip(codes, parts, strict=True)])
+    for shard, part, start in zip(codes, parts, range(0, shards * rows, rows), strict=True):
+        shard.set_scales(scales)
+        result = torch.empty_like(part)
+        shard.decode(0, result)
+        assert torch.equal(result.view(-1, 3, 2048), decoded(values, base)[start : start + rows])
 
 
 def test_sizes_are_those_of_qlora() -> None:

@@ -45,7 +45,7 @@ class AdapterSection(Section):
     """Scale by alpha / sqrt(r) instead."""
     base: Literal["bf16", "int8", "nf4"] = "bf16"
     """Format of the frozen layers in memory. nf4: 4 bits, as in QLoRA. int8: 8 bits, by row. bf16: not
-    compressed. int8 and nf4 need engine host; embeddings, output head, norms and routers stay as they are."""
+    compressed. int8 and nf4 need engine host or fsdp; embeddings, output head, norms and routers stay as they are."""
     loraplus_lr_ratio: PositiveFloat = 1.0
     """LoRA+: the second matrix, B, learns with train.learning_rate times this ratio."""
 

@@ -199,6 +199,11 @@ class RunConfig(Section):
         return f"{self.checkpoint.mirror.rstrip('/')}/{self.run.name}" if self.checkpoint.mirror else None
 
     @property
+    def base(self) -> Literal["bf16", "int8", "nf4"]:
+        """Return the format of the frozen layers in memory."""
+        return "bf16" if self.adapter is None else self.adapter.base
+
+    @property
     def best_steps(self) -> int:
         """The steps between evaluations, each of which may be the best so far and cause a save; 0: none causes one."""
         return self.train.eval_steps if self.checkpoint.best else 0

@@ -62,7 +62,7 @@ class EngineSpec:
     unsharded: Unsharded = SHARDED  # for engine fsdp: state that every rank holds whole within an optimizer step
     replicates: bool = False  # for engine fsdp: every node holds all weights and states, sharded over its ranks
     document_tokens: int = 1 << 30  # the most tokens in a document
-    base: CompressedFormat = "bf16"  # for engine host: format of the frozen weights in `compressed`
+    base: CompressedFormat = "bf16"  # for engines host and fsdp: format of the frozen weights in `compressed`
     compressed: frozenset[str] = frozenset()
     exact: frozenset[str] = frozenset()  # names of frozen weights that stay fp32 even if `precision` is bf16
 

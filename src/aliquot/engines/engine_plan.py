@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aliquot.config.schema import RunConfig
+
 Shape = tuple[int, ...]
 Counts = tuple[tuple[Shape, int], ...]
 
@@ -86,6 +88,6 @@ class Unsharded:
 SHARDED = Unsharded()
 
 
-def is_single_gpu(device: str, ranks: int, offload: str) -> bool:
-    """Whether engine fsdp keeps all states whole on a single GPU, without FSDP2."""
-    return device == "cuda" and ranks == 1 and offload == "none"
+def is_single_gpu(config: RunConfig, device: str, ranks: int) -> bool:
+    """Whether engine fsdp keeps all states whole on a single GPU, without FSDP2, which decodes a compressed base."""
+    return device == "cuda" and ranks == 1 and config.shard.offload == "none" and config.base == "bf16"

@@ -173,13 +173,9 @@ def _transposed_copy(matrix: Tensor) -> Tensor:
     return _kernel()(matrix)
 
 
-def _fake_copy(matrix: Tensor) -> Tensor:
-    return matrix.new_empty(matrix.shape[1], matrix.shape[0])
-
-
 # A custom operation, because torch.compile does not inline custom operations. An inlined copy would be fused into the
 # loop that computes the matrix, and would be written column by column. The cache lines of a column evict each other
 # if the rows are a multiple of 4 KiB apart.
 torch.library.define("aliquot::transposed_copy", "(Tensor matrix) -> Tensor")
 torch.library.impl("aliquot::transposed_copy", "CPU", _transposed_copy)
-torch.library.register_fake("aliquot::transposed_copy", _fake_copy)
+torch.library.register_fake("aliquot::transposed_copy", lambda matrix: matrix.new_empty(matrix.shape[::-1]))

@@ -30,13 +30,12 @@ def chosen_engine(
     `memory_bytes`: the memory of a host; `ranks`: of all hosts; `even`: all hosts have the same number of ranks.
     """
     name = config.shard.engine
-    compresses = config.adapter is not None and config.adapter.base != "bf16"
     if name == "auto" and config.shard.deepspeed_config is not None:
         name = "deepspeed"
     elif name == "auto" and device == "cpu" and config.shard.offload == "disk":
         name = "host"
     elif name == "auto":
-        fits = compresses or numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
+        fits = config.base != "bf16" or numel * config.train.compute_itemsize <= _SHARED_FRACTION * memory_bytes
         name = "host" if device == "cpu" and even and config.shard.collectives != "gloo" and fits else "fsdp"
     for message, applies in _refusals(config, device, name, ranks).items():
         if applies:
@@ -49,7 +48,6 @@ def _refusals(config: RunConfig, device: str, engine: str, ranks: int) -> dict[s
     shard, train = config.shard, config.train
     replicates, offloads = shard.replicate == "nodes", shard.offload != "none"
     freezes = config.adapter is not None or bool(train.freeze)
-    base = "bf16" if config.adapter is None else config.adapter.base
     frozen = "adapter" if config.adapter is not None else "train.freeze"
     deepspeed, fsdp, host = (engine == name for name in ("deepspeed", "fsdp", "host"))
     return {
@@ -59,9 +57,8 @@ def _refusals(config: RunConfig, device: str, engine: str, ranks: int) -> dict[s
         " shard.offload: none": shard.offload == "cpu" and host,
         f"shard.offload: disk needs shard.engine: host, not {engine}": shard.offload == "disk" and not host,
         f"{frozen} needs shard.engine: host or fsdp, not deepspeed": deepspeed and freezes,
-        f"adapter.base: {base} needs shard.engine: host, not {engine}. Set one of the two": base != "bf16" and not host,
-        f"adapter.base: {base} keeps frozen weights in memory, and shard.offload: disk streams them in bf16: leave out"
-        " one of the two": base != "bf16" and shard.offload == "disk",
+        f"adapter.base: {config.base} keeps frozen weights in memory, and shard.offload: disk streams them in bf16:"
+        " leave out one of the two": config.base != "bf16" and shard.offload == "disk",
         "train.compile: layers is for engines host and fsdp: DeepSpeed gathers each weight within a layer, which leaves"
         " nothing to fuse. Set train.compile: none": deepspeed and train.compile == "layers",
         f"train.objective: {train.objective} needs shard.engine: host or fsdp, not deepspeed": deepspeed
@@ -103,7 +100,7 @@ def engine_class(
         from aliquot.engines.deepspeed.deepspeed_engine import DeepspeedEngine
 
         return name, DeepspeedEngine
-    if is_single_gpu(topology.device, topology.world_size, config.shard.offload):
+    if is_single_gpu(config, topology.device, topology.world_size):
         from aliquot.engines.fsdp.single_gpu_engine import SingleGpuEngine
 
         return name, SingleGpuEngine

@@ -60,17 +60,21 @@ class ModelShape:
         return sum(map(numel, self.learned))
 
     @cached_property
+    def compressed(self) -> Counter[Shape]:
+        """Return the number of compressed weights of each shape."""
+        return Counter(weight for kind in self.kinds for _ in kind.positions for weight in kind.compressed)
+
+    @cached_property
     def compressed_numel(self) -> int:
-        return sum(numel(weight) * len(kind.positions) for kind in self.kinds for weight in kind.compressed)
+        return sum(map(numel, self.compressed.elements()))
 
     @property
     def compressed_file_bytes(self) -> int:
         """Bytes of the compressed weights in the files, which store weights of `nf4_single` as codes already."""
+        is_coded = self.base == "nf4_single"
         return sum(
-            len(kind.positions)
-            * (code_bytes(self.base, weight) if self.base == "nf4_single" else self.dtype_bytes * numel(weight))
-            for kind in self.kinds
-            for weight in kind.compressed
+            code_bytes(self.base, weight) if is_coded else self.dtype_bytes * numel(weight)
+            for weight in self.compressed.elements()
         )
 
     @cached_property

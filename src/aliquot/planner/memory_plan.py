@@ -131,8 +131,7 @@ class MemoryPlanner:
 
     @property
     def _is_single_gpu(self) -> bool:
-        layout = self.layout
-        return self.engine == "fsdp" and is_single_gpu(layout.device, layout.world_size, self.config.shard.offload)
+        return self.engine == "fsdp" and is_single_gpu(self.config, self.layout.device, self.layout.world_size)
 
     def _held(self, on_disk: OnDisk, unsharded: Unsharded) -> RankMemory:
         config, shape, layout, cost = self.config, self.shape, self.layout, self.cost

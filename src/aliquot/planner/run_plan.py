@@ -143,6 +143,9 @@ class RunPlan:
         exported, instance = export_bytes(config, self.shape), machine.instance
         hourly = None if instance is None else instance.usd_per_hour
         stored = self.shape.numel - (0 if config.adapter is None else self.shape.learned_numel)
+        loads = layout.nodes if self.engine == "host" else 1  # of the compressed weights
+        read_bytes = (stored - self.shape.compressed_numel) * self.shape.dtype_bytes
+        read_bytes += loads * self.shape.compressed_file_bytes
         filled = -(-size.total // size.micro)  # micro-batches of a step, of all ranks
         return Plan(
             model=self.shape.name,
@@ -167,11 +170,7 @@ class RunPlan:
             limit_bytes_per_node=limit,
             wire_bytes_per_step=moved.wire_bytes,
             local_bytes_per_step=moved.local_bytes,
-            # Each node loads all compressed weights.
-            disk_read_bytes=(stored - self.shape.compressed_numel) * self.shape.dtype_bytes
-            + layout.nodes * self.shape.compressed_file_bytes
-            if config.model.path is not None
-            else 0,
+            disk_read_bytes=read_bytes if config.model.path is not None else 0,
             checkpoint_bytes=self.saving.checkpoint_bytes,
             steps=self.steps or 0,
             tokens_per_step=size.total * workload.tokens,
@@ -263,7 +262,7 @@ class RunPlan:
             offloads=config.shard.offload == "cpu",
             unsharded=memory.unsharded,
             replicas=replicas(config, layout) if self.engine == "fsdp" else 1,
-            decoded_bytes=decoding_bytes(self.shape, layout),
+            decoded_bytes=decoding_bytes(self.engine, self.shape, layout),
             copies=LayerCopies.planned(config, self.shape, memory.copied_layers),
         )
 

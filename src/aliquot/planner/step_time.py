@@ -137,7 +137,9 @@ def step_time(
     """Return the time of an optimizer step, with `micro_batches` on each rank."""
     layout = setting.layout
     matmul_s = micro_batches * (micro_batch.forward[0] + micro_batch.backward[0])
-    memory_s = micro_batches * (micro_batch.forward[1] + micro_batch.backward[1])
+    memory_s = micro_batches * (
+        micro_batch.forward[1] + micro_batch.backward[1] + rates.states_s(2 * setting.decoded_bytes)
+    )
     local_s, wire_s = _sending_s(moved.local_bytes, moved.wire_bytes, layout, rates)
     if setting.engine == "host":
         return _host_step_time(setting, micro_batch, micro_batches, moved, disk, rates)
@@ -174,7 +176,6 @@ def _host_step_time(
     passes = 1.0 if setting.updates_in_one_pass else _UPDATE_PASSES[setting.states]
     update = passes * (6 * setting.held.own_gradients + 2 * setting.held.moments) + disk.update / layout.world_size
     gradients_s, update_s = states_s(2 * staged + summed), states_s(update)
-    decoding_s = micro_batches * rates.states_s(2 * setting.decoded_bytes)  # in the forward and the backward pass
     # Traffic between hosts costs CPU time: gloo and the Linux kernel occupy cores, and ranks verify and add the sums of
     # other hosts and encode patches. Sums are sent during the last backward pass. Updated weights are received during
     # the update and the next forward pass.
@@ -187,7 +188,7 @@ def _host_step_time(
     (products, rest), (back_products, back_rest) = micro_batch.forward, micro_batch.backward
     matmul_s, memory_s = (
         micro_batches * (products + back_products),
-        micro_batches * (rest + back_rest) + decoding_s,
+        micro_batches * (rest + back_rest + rates.states_s(2 * setting.decoded_bytes)),
     )
     if on_gpu:
         sent_s = max(sent_s, exchange_s)
@@ -219,14 +220,13 @@ def evaluation_time(
     gatherings = min(1, batches) if moved.forward_once else batches
     wire, local = moved.forward
     sending = gatherings * sum(_sending_s(local, wire, layout, rates))
-    computing = micro_batches * sum(micro_batch.evaluation)
+    computing = micro_batches * sum(micro_batch.evaluation) + batches * rates.states_s(setting.decoded_bytes)
     if layout.device == "cuda":
         copied = batches * setting.held.weights if setting.offloads else 0
         streamed_s = batches * setting.copies.evaluation / rates.pcie_bytes_per_s
-        computing += batches * rates.states_s(setting.decoded_bytes)
         return max(computing, sending, streamed_s) + copied / _offload_rate(setting, rates)
     if setting.engine == "host":
-        return computing + batches * rates.states_s(setting.decoded_bytes)
+        return computing
     calls_s = _calls(setting) / 3 * rates.call_s  # a micro-batch of training gathers twice and reduces once
     copied_s = rates.states_s(_COLLECTIVE_PASSES[setting.engine][0] * moved.forward_gathered)
     return computing + sending + gatherings * (copied_s + calls_s)

@@ -13,7 +13,7 @@ from aliquot.distributed.topology import RankLayout
 from aliquot.engines.deepspeed import deepspeed_memory
 from aliquot.engines.deepspeed.deepspeed_memory import REUSED_NUMEL, persistent_numel
 from aliquot.engines.engine_plan import SHARDED, Unsharded
-from aliquot.engines.fsdp.fsdp_memory import replicas, sent_gradient_bytes, shares_memory
+from aliquot.engines.fsdp.fsdp_memory import gathered_bytes, replicas, sent_gradient_bytes, shares_memory
 from aliquot.engines.host.host_memory import published_bytes, sent_itemsize
 from aliquot.models.model_shape import ModelShape, numel
 
@@ -59,8 +59,13 @@ def traffic(
     elif engine == "fsdp":
         copies = replicas(config, layout)
         replica = replace(layout, nodes=layout.nodes // copies)  # the ranks that divide the weights
-        gathers, reduced = _collected(shape, replica, micro_batches, itemsize, unsharded)
-        gathered = itemsize * sum(shape.padded_groups(replica.world_size))
+        groups = gathered_bytes(config, shape, replica.world_size)
+        gathered = sum(groups)
+        # Each micro-batch gathers the layers twice, for the forward and the backward pass, and the root group once.
+        # Unsharded weights are gathered once a step, and unsharded gradients are reduced once a step.
+        gathers = gathered if unsharded.weights else micro_batches * (2 * gathered - groups[0])
+        learned = sum(shape.padded_groups(replica.world_size, learned=True))
+        reduced = (1 if unsharded.gradients else micro_batches) * 4 * learned
         if shares_memory(config, layout):
             # Each rank writes its shard and all of its gradients to shared memory (engines/fsdp/fsdp_collectives.py).
             shared = copies * (gathers + replica.world_size * reduced) if replica.world_size > 1 else 0
@@ -74,7 +79,7 @@ def traffic(
             )
         # Replicas all-reduce the gradients that a rank owns, once per step and in fp32: an all-reduce sends twice what
         # an all-gather sends.
-        sums = 2 * (copies - 1) * 4 * sum(shape.padded_groups(replica.world_size, learned=True))
+        sums = 2 * (copies - 1) * 4 * learned
         wire, once = wire + sums, (once[0], once[1] + sums)
     elif engine == "deepspeed":
         # Weights that are needed again soon stay gathered (deepspeed_memory.py). Small weights stay gathered until
@@ -145,20 +150,6 @@ def _distinct_tokens(vocabulary: int, drawn: int) -> int:
 
     frequencies = 1 / np.arange(1, vocabulary + 1)
     return int(-np.expm1(-drawn * frequencies / frequencies.sum()).sum())
-
-
-def _collected(
-    shape: ModelShape, layout: RankLayout, micro_batches: int, itemsize: int, unsharded: Unsharded
-) -> tuple[int, int]:
-    """Return the bytes of weights that engine fsdp gathers, and of fp32 gradients that it reduces, per optimizer step.
-
-    Each micro-batch gathers the layers twice, for the forward and the backward pass, and the root group once. Unsharded
-    weights are gathered once a step, and unsharded gradients are reduced once a step.
-    """
-    root, *layers = shape.padded_groups(layout.world_size)
-    gathers = itemsize * (root + sum(layers) if unsharded.weights else micro_batches * (root + 2 * sum(layers)))
-    learned = sum(shape.padded_groups(layout.world_size, learned=True))
-    return gathers, (1 if unsharded.gradients else micro_batches) * 4 * learned
 
 
 def _reduce_passes(layout: RankLayout) -> int:

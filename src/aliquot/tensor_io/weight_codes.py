@@ -12,13 +12,14 @@ nf4_single: nf4 with fp32 scales, in which checkpoints of bitsandbytes keep thei
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, BaseFormat, scale_count
+from aliquot.tensor_io.code_sizes import NF4_BLOCK, SCALE_GROUP, CompressedFormat, code_fields, scale_count, scale_unit
 
 _CHUNK = 1 << 17  # elements that a thread encodes or decodes at a time: its fp32 values stay in the cache of a core
 _GPU_CHUNK = 1 << 23  # elements that a GPU decodes at a time, so that their fp32 values take little memory
@@ -57,8 +58,7 @@ _LOWEST_CODES = torch.bucketize(torch.arange(-_CELLS, _CELLS + 1) / _CELLS, _mid
 _NEXT_MIDPOINTS = torch.cat([_midpoints(NF4_VALUES), torch.tensor([torch.inf])])[_LOWEST_CODES.int()]
 
 
-def chunk_numel(values: Tensor) -> int:
-    """Return the number of elements to encode or decode at a time on the device of `values`."""
+def _chunk(values: Tensor) -> int:
     return _GPU_CHUNK if values.is_cuda else _CHUNK * torch.get_num_threads()
 
 
@@ -67,48 +67,57 @@ def _on(table: Tensor, device: torch.device) -> Tensor:
     return table.to(device)
 
 
-class Int8Codes:
-    """A weight in int8, by row."""
+class Codes(ABC):
+    """A shard of a compressed weight, with an fp32 scale for each unit of elements."""
 
-    def __init__(self, memory: Tensor, shape: tuple[int, ...]) -> None:
-        self.unit = shape[-1]  # elements that are encoded together
-        numel = math.prod(shape)
-        self._codes = memory[:numel].view(torch.int8)
-        self._scales = memory[numel:].view(torch.float32)
+    def __init__(self, fields: Sequence[Tensor], unit: int, first: int) -> None:
+        """`fields`: see `code_fields`. `unit`: elements that have one scale. `first`: number of the first scale."""
+        self.unit, self._first = unit, first
+        self._codes, self._shared, self._scale_memory = fields
 
+    @abstractmethod
     def encode(self, start: int, values: Tensor) -> Tensor:
         """Encode whole units of fp32 values from element `start` on, and return their scales, fp32."""
-        rows = values.view(-1, self.unit)
-        scales = rows.abs().amax(1) / 127
-        self._codes[start : start + values.numel()].copy_((rows / scales.clamp(min=_TINY)[:, None]).round_().view(-1))
-        return scales
+
+    @abstractmethod
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        """Return the fp32 values of whole units, which have these scales."""
 
     def set_scales(self, scales: Tensor) -> None:
-        """Store the scales of the whole weight."""
-        self._scales.copy_(scales)
+        """Store the shard's part of `scales`, which are those of the whole weight. The last shards may have fewer."""
+        memory = self._scale_memory.view(scales.dtype)
+        values = scales[self._first :][: len(memory)]
+        memory[: len(values)].copy_(values)
+
+    def _scales(self, first: int, last: int) -> Tensor:
+        return self._scale_memory.view(torch.float32)[first:last]
 
     def decode(self, start: int, out: Tensor) -> None:
         """Decode whole units from element `start` on into flat `out`, which may have any float dtype."""
-        chunk = max(1, chunk_numel(out) // self.unit) * self.unit
-        for first in range(start, start + out.numel(), chunk):
-            target = out[first - start :][:chunk]
-            rows = self._codes[first : first + target.numel()].float().view(-1, self.unit)
-            rows.mul_(self._scales[first // self.unit :][: len(rows), None])
-            target.copy_(rows.view(-1))
+        units = max(1, _chunk(out) // self.unit)
+        scales = self._scales(start // self.unit, (start + out.numel()) // self.unit)
+        chunks = zip(torch.split(out, units * self.unit), torch.split(scales, units), strict=True)
+        for number, (target, own_scales) in enumerate(chunks):
+            values = self._values(start + number * units * self.unit, target.numel(), own_scales)
+            target.copy_(values.view(-1))
 
 
-class Nf4Codes:
-    """A weight in nf4; its methods are those of `Int8Codes`."""
+class Int8Codes(Codes):
+    """A weight in int8, by row."""
 
-    unit = NF4_BLOCK
+    def encode(self, start: int, values: Tensor) -> Tensor:
+        rows = values.view(-1, self.unit)
+        scales = rows.abs().amax(1) / 127
+        codes = (rows / scales.clamp(min=_TINY)[:, None]).round_().view(-1)
+        self._codes.view(torch.int8)[start : start + values.numel()].copy_(codes)
+        return scales
 
-    def __init__(self, memory: Tensor, shape: tuple[int, ...]) -> None:
-        self._pairs, scales = memory.tensor_split([math.prod(shape) // 2])
-        self._place_scales(scales, scale_count("nf4", shape))
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        return self._codes.view(torch.int8)[start:][:numel].float().view(-1, self.unit).mul_(scales[:, None])
 
-    def _place_scales(self, memory: Tensor, count: int) -> None:
-        groups, mean, self._scale_codes = torch.split(memory, [4 * -(-count // SCALE_GROUP), 4, count])
-        self._group_scales, self._mean = groups.view(torch.float32), mean.view(torch.float32)
+
+class Nf4SingleCodes(Codes):
+    """A weight in nf4 with fp32 scales. Two elements are in one byte."""
 
     def encode(self, start: int, values: Tensor) -> Tensor:
         blocks = values.view(-1, NF4_BLOCK)
@@ -116,43 +125,30 @@ class Nf4Codes:
         scaled = (blocks * (1 / scales.clamp(min=_TINY))[:, None]).clamp_(-1, 1).view(-1)
         cells = torch.add(_CELLS, scaled, alpha=_CELLS).int()
         codes = _LOWEST_CODES.index_select(0, cells) + (scaled > _NEXT_MIDPOINTS.index_select(0, cells))
-        self._pairs[start // 2 : (start + values.numel()) // 2].copy_((codes[::2] << 4) | codes[1::2])
+        self._codes[start // 2 : (start + values.numel()) // 2].copy_((codes[::2] << 4) | codes[1::2])
         return scales
+
+    def _values(self, start: int, numel: int, scales: Tensor) -> Tensor:
+        return decode_pairs(self._codes[start // 2 :][: numel // 2], scales)
+
+
+class Nf4Codes(Nf4SingleCodes):
+    """A weight in nf4 with scales of 8 bits."""
 
     def set_scales(self, scales: Tensor) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the order of the sum must not depend on the number of threads
-        self._mean.copy_(scales.mean())
+        mean = scales.mean()
         torch.set_num_threads(threads)
-        centred = torch.zeros(SCALE_GROUP * len(self._group_scales))
-        torch.sub(scales, self._mean, out=centred[: len(scales)])
-        groups = centred.view(-1, SCALE_GROUP)
-        self._group_scales.copy_(groups.abs().amax(1))
-        scaled = (groups * (1 / self._group_scales)[:, None]).nan_to_num_(0.0)
-        self._scale_codes.copy_(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).view(-1)[: len(scales)])
-
-    def decode(self, start: int, out: Tensor) -> None:
-        scales, chunk = self._scales(start // NF4_BLOCK, (start + out.numel()) // NF4_BLOCK), chunk_numel(out)
-        for at in range(0, out.numel(), chunk):
-            target = out[at : at + chunk]
-            pairs = self._pairs[(start + at) // 2 :][: target.numel() // 2]
-            target.copy_(decode_pairs(pairs, scales[at // NF4_BLOCK :][: target.numel() // NF4_BLOCK]).view(-1))
+        groups = torch.constant_pad_nd(scales - mean, (0, -len(scales) % SCALE_GROUP)).view(-1, SCALE_GROUP)
+        group_scales = groups.abs().amax(1)
+        self._shared.view(torch.float32).copy_(torch.cat([group_scales, mean[None]]))
+        scaled = (groups * (1 / group_scales)[:, None]).nan_to_num_(0.0)
+        super().set_scales(torch.bucketize(scaled, _midpoints(SCALE_VALUES)).to(torch.uint8).view(-1))
 
     def _scales(self, first: int, last: int) -> Tensor:
-        return decode_scales(self._scale_codes[first:last], first, self._group_scales, self._mean)
-
-
-class Nf4SingleCodes(Nf4Codes):
-    """A weight in nf4 with fp32 scales."""
-
-    def _place_scales(self, memory: Tensor, count: int) -> None:
-        self._fp32_scales = memory.view(torch.float32)
-
-    def set_scales(self, scales: Tensor) -> None:
-        self._fp32_scales.copy_(scales)
-
-    def _scales(self, first: int, last: int) -> Tensor:
-        return self._fp32_scales[first:last]
+        group_scales, mean = self._shared.view(torch.float32).tensor_split([-1])
+        return decode_scales(self._scale_memory[first:last], self._first + first, group_scales, mean)
 
 
 def decode_pairs(pairs: Tensor, scales: Tensor) -> Tensor:
@@ -168,10 +164,44 @@ def decode_scales(codes: Tensor, first: int, group_scales: Tensor, mean: Tensor)
     return values.mul_(group_scales.index_select(0, groups)).add_(mean)
 
 
-Codes = Int8Codes | Nf4Codes
-_FORMATS: dict[BaseFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
+_FORMATS: dict[CompressedFormat, type[Codes]] = {"int8": Int8Codes, "nf4": Nf4Codes, "nf4_single": Nf4SingleCodes}
 
 
-def codes_in(memory: Tensor, name: BaseFormat, shape: tuple[int, ...]) -> Codes:
-    """Return a compressed weight in `memory`, uint8 [code_bytes(name, shape)], at an address divisible by 4."""
-    return _FORMATS[name](memory, shape)
+def codes_in(memory: Tensor, name: CompressedFormat, shape: tuple[int, ...], shards: int = 1, shard: int = 0) -> Codes:
+    """Return the whole weight of `shape`, or shard number `shard`, in `memory`, at an address divisible by 4.
+
+    `memory`: uint8 [code_bytes(name, shape, shards)].
+    """
+    fields, unit = torch.split(memory, code_fields(name, shape, shards)), scale_unit(name, shape)
+    return _FORMATS[name](fields, unit, shard * scale_count(name, shape, shards))
+
+
+class CompressedRange:
+    """This rank's range of a compressed weight, loaded and stored as fp32. Elements must be stored in their order."""
+
+    def __init__(self, copies: Sequence[Codes], scales: Tensor, start: int) -> None:
+        """`copies`: the weight on each NUMA node. `scales`: fp32 scales of the copies, which `store` fills."""
+        self._copies = copies
+        self.scales = scales
+        self._start = start
+        self._unit = copies[0].unit
+        self._rest = torch.empty(0)  # stored elements of an incomplete unit
+
+    def load(self, start: int, out: Tensor) -> Tensor:
+        begin = self._start + start
+        first = begin // self._unit * self._unit
+        values = torch.empty(-(-(begin + out.numel() - first) // self._unit) * self._unit)
+        self._copies[0].decode(first, values)
+        return out.copy_(values[begin - first :][: out.numel()])
+
+    def store(self, start: int, values: Tensor) -> None:
+        first = self._start + start - self._rest.numel()
+        # Small pieces stay in the cache of a core, and glibc cannot reuse all memory of large temporary tensors.
+        for piece in torch.split(values, _chunk(values)):
+            whole_and_rest = torch.cat([self._rest, piece])
+            whole = whole_and_rest.numel() // self._unit * self._unit
+            self._rest = whole_and_rest[whole:].clone()
+            for codes in self._copies:
+                scales = codes.encode(first, whole_and_rest[:whole])
+            self.scales[first // self._unit :][: len(scales)].copy_(scales)
+            first += whole

@@ -3,7 +3,8 @@
 Master weights are fp32 and sharded along dim 0. FSDP2 gathers a layer in bf16 (or fp32) and reduces gradients in fp32,
 which `shard.reduce_dtype: bf16` rounds to bf16 for the network alone. With `shard.replicate: nodes`, the ranks of a
 node gather and reduce among themselves, and nodes add their gradients once per step (FSDP2's hybrid sharding).
-Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them.
+Frozen weights have no fp32 master weights; their shards have the dtype in which FSDP2 gathers them, or 8 or 4 bits
+(fsdp_shards.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from aliquot.engines.fsdp.fsdp_collectives import (
     check_collectives,
     use_shared_memory,
 )
-from aliquot.engines.fsdp.fsdp_shards import Division, local_shards
+from aliquot.engines.fsdp.fsdp_shards import Division, ShardedCodes, compress, local_shards
 from aliquot.engines.global_norm import global_norm, global_norm_on_device, squared_norms
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import prepare_layers, run_head_loss
@@ -43,6 +44,7 @@ from aliquot.nn.attention.document_attention import Documents
 from aliquot.nn.head_loss import Chosen, FusedLoss
 from aliquot.optim.adamw import ShardedAdamW, decays, rate_ratio
 from aliquot.tensor_io.parts import KINDS, FlatParts, Kind, Part
+from aliquot.tensor_io.weight_codes import CompressedRange
 
 
 class FsdpEngine(ModelEngine, FlatParts):
@@ -69,7 +71,12 @@ class FsdpEngine(ModelEngine, FlatParts):
             weight_decay=spec.weight_decay,
             rate_ratios=[rate_ratio(shard.name, spec.loraplus_lr_ratio) for shard in self._trainable],
         )
-        self._whole_bytes = spec.compute_dtype.itemsize * sum(shard.parameter.numel() for shard in self._shards)
+        self._whole_bytes = sum(
+            division.shards * shard.local.nbytes
+            if isinstance(shard.local, ShardedCodes)
+            else spec.compute_dtype.itemsize * shard.parameter.numel()
+            for shard in self._shards
+        )
         self._trainable_numel = sum(shard.parameter.numel() for shard in self._trainable)
         self._wire_bytes = 0
         self._groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -80,9 +87,11 @@ class FsdpEngine(ModelEngine, FlatParts):
         self._has_partial_sums = False  # whether gradients of this node wait for those of other nodes
         self._gathered = False  # whether unsharded weights are gathered now
         self._staging = staging  # None: gloo or nccl carries the collectives
-        groups = [_group_bytes(module, spec.compute_dtype) for module in self._groups]
+        whole, *groups = (sum(parameter.numel() for parameter in module.parameters()) for module in self._groups)
         # The root group stays gathered while any layer is gathered. A single rank also gathers a copy.
-        self._gathered_bytes = sum(groups) if spec.unsharded.weights else groups[0] + max(groups[1:], default=0)
+        self._gathered_bytes = spec.compute_dtype.itemsize * (
+            whole if spec.unsharded.weights else whole - sum(groups) + max(groups, default=0)
+        )
 
     @classmethod
     def build(cls, meta: nn.Module, spec: EngineSpec, topology: Topology) -> Self:
@@ -118,6 +127,7 @@ class FsdpEngine(ModelEngine, FlatParts):
                 module.set_gradient_divide_factor(1.0)
                 if staging is None and spec.reduce_dtype == "bf16":
                     module.set_custom_reduce_scatter(RoundedReduceScatter())  # type: ignore[arg-type]
+        compress(meta, spec, division)
         materialise(meta, torch.device("cpu") if spec.offload else device, buffers_on=device)
         for name in whole.values():
             parameter = meta.get_parameter(name)
@@ -144,6 +154,30 @@ class FsdpEngine(ModelEngine, FlatParts):
     def flat(self, part: Part) -> Tensor:
         return self._by_name[part.name].select(self._values(part.name, part.kind))
 
+    def read(self, part: Part, start: int, out: Tensor) -> None:
+        if (codes := self._codes(part)) is None:
+            super().read(part, start, out)
+        else:
+            codes.load(start - part.start, out)
+
+    def write(self, part: Part, start: int, values: Tensor) -> None:
+        if (codes := self._codes(part)) is None:
+            super().write(part, start, values)
+        else:
+            codes.store(start - part.start, values)
+
+    def view(self, part: Part) -> Tensor | None:
+        return super().view(part) if self._codes(part) is None else None
+
+    def _codes(self, part: Part) -> CompressedRange | None:
+        """Return this rank's part of a compressed weight, or None if the weight is not compressed."""
+        shard = self._by_name[part.name]
+        return (
+            shard.local.range(self._division.shard, shard.start - shard.first)
+            if isinstance(shard.local, ShardedCodes)
+            else None
+        )
+
     def _values(self, name: str, kind: Kind) -> Tensor:
         """Return this rank's rows of a weight or of a moment."""
         local = self._by_name[name].local
@@ -156,7 +190,9 @@ class FsdpEngine(ModelEngine, FlatParts):
         with connecting_nccl(self._device):
             check_collectives(self._device, self._staging, self._division)
         for shard in self._shards:
-            if isinstance(shard.parameter, DTensor):
+            if isinstance(shard.local, ShardedCodes):
+                shard.local.finish(self._division)
+            elif isinstance(shard.parameter, DTensor):
                 for kind in KINDS if shard.parameter.requires_grad else KINDS[:1]:
                     self._division.exchange_parts(self._values(shard.name, kind))
             else:  # every rank holds such a weight whole, with its range filled
@@ -276,17 +312,6 @@ def _groups_of(model: nn.Module) -> list[nn.Module]:
     if head is not None and head.weight is not embedding.weight:
         groups.append(head)
     return [*groups, model]
-
-
-def _group_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes that the module's FSDP group gathers, without those of inner groups."""
-    inner = {
-        id(parameter)
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
-    return dtype.itemsize * sum(weight.numel() for weight in module.parameters() if id(weight) not in inner)
 
 
 def _add_fused_loss(model: nn.Module, head_loss: FusedLoss) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from operator import add
 
 from aliquot.config.schema import RunConfig
 from aliquot.distributed.topology import RankLayout
 from aliquot.engines.engine_plan import SHARDED, RankMemory, Unsharded
 from aliquot.models.model_shape import ModelShape, Shape, numel, padded_share
+from aliquot.tensor_io.code_sizes import code_bytes
 
 HALF_BYTES = 16 << 20  # half of a rank's staging buffer in shared memory
 
@@ -25,18 +27,20 @@ def fsdp_memory(
 
     `backward_bytes`: the most bytes of activations during a backward pass; `layer_bytes`: the activations of a layer.
     """
-    compute, ranks = config.train.compute_itemsize, layout.world_size // replicas(config, layout)
+    compute, copies = config.train.compute_itemsize, replicas(config, layout)
+    ranks = layout.world_size // copies
     root, *layers = shape.padded_groups(ranks)
+    sent = gathered_bytes(config, shape, ranks)
     learned = shape.padded_groups(ranks, learned=True)
     owned = sum(learned) // ranks
-    frozen = (root + sum(layers)) // ranks - owned
     shared = ranks > 1 and shares_memory(config, layout)
-    sent = sent_gradient_bytes(config, layout)
-    # Bytes per element of the flat result of an all-gather, which FSDP2 keeps until the next one. One rank only copies.
-    flat = compute if ranks > 1 else 0
-    whole, rounded = compute * (root + sum(layers)), sent if sent < 4 else 0
-    largest = max(layers)
-    forward = whole + flat * largest if unsharded.weights else compute * root + (compute + flat) * largest
+    sent_gradient = sent_gradient_bytes(config, layout)
+    # Flat results of all-gathers, each of which FSDP2 keeps until the next one. One rank only copies.
+    flat = sent[1:] if ranks > 1 else [0] * len(layers)
+    whole, rounded = compute * (root + sum(layers)), sent_gradient if sent_gradient < 4 else 0
+    forward = (
+        whole + max(flat) if unsharded.weights else compute * root + max(map(add, [compute * n for n in layers], flat))
+    )
 
     def backward() -> int:
         """Return the peak memory of a backward pass, in bytes, beyond `backward_bytes`.
@@ -52,7 +56,7 @@ def fsdp_memory(
         unreduced = 0 if unsharded.gradients else compute  # bytes per gradient of the group that is being reduced
         reduced = 4 + rounded  # bytes per gradient in a reduce-scatter
         for done, at in enumerate(reversed(range(len(layers)))):
-            ahead = flat * layers[at - 1] if at and not unsharded.weights else 0
+            ahead = flat[at - 1] if at and not unsharded.weights else 0
             before = 4 * learned_layers[at + 1] if at + 1 < len(layers) else 0
             gathered = whole if unsharded.weights else compute * root + compute * layers[at] + ahead
             computing = gathered + compute * learned_layers[at] + before
@@ -65,7 +69,7 @@ def fsdp_memory(
         return max(most, ending, 0)
 
     return RankMemory(
-        weights=4 * owned + compute * frozen,
+        weights=4 * owned + (sum(sent) - compute * sum(learned)) // ranks,
         gradients=4 * (sum(learned) if unsharded.gradients else owned),
         gradients_from_start=False,
         moments=8 * owned,
@@ -75,7 +79,10 @@ def fsdp_memory(
         evaluation=forward,
         buffers=2 * HALF_BYTES * ranks if shared else 0,
         own_gradients=4 * owned,
-        holes=_holes(learned, layout, replicas(config, layout)),
+        # Gradients that move from step to step leave holes in the heap of a CPU rank. Gradients stay allocated between
+        # steps, except for gradients of the root group, which each micro-batch allocates anew. Gradients that replicas
+        # add are all allocated anew.
+        holes=4 * (sum(learned) if copies > 1 else learned[0]) // ranks if layout.device == "cpu" else 0,
     )
 
 
@@ -85,28 +92,33 @@ def pinned_bytes(config: RunConfig, shape: ModelShape, layout: RankLayout) -> tu
     torch rounds sizes of pinned memory so.
     """
 
-    def pinned(weights: Counter[Shape], itemsize: int) -> int:
-        sizes = {weight: itemsize * padded_share(weight, layout.world_size) for weight in weights}
-        return sum(count * (1 << (sizes[weight] - 1).bit_length()) for weight, count in weights.items())
+    def pinned(weights: Counter[Shape], share_bytes: Callable[[Shape], int]) -> int:
+        return sum(count * (1 << (share_bytes(weight) - 1).bit_length()) for weight, count in weights.items())
 
-    learned = pinned(shape.alike, 4)
-    return learned + pinned(Counter(shape.weights) - shape.alike, config.train.compute_itemsize), learned
+    ranks, itemsize = layout.world_size, config.train.compute_itemsize
+    plain = Counter(shape.weights) - shape.alike - shape.compressed
+    learned = pinned(shape.alike, lambda weight: 4 * padded_share(weight, ranks))
+    codes = pinned(shape.compressed, lambda weight: code_bytes(shape.base, weight, ranks))
+    return learned + codes + pinned(plain, lambda weight: itemsize * padded_share(weight, ranks)), learned
+
+
+def gathered_bytes(config: RunConfig, shape: ModelShape, ranks: int) -> list[int]:
+    """Return the bytes of each group of weights in an all-gather."""
+    itemsize = config.train.compute_itemsize
+    saved = {
+        1 + at: sum(
+            itemsize * padded_share(item, ranks) - code_bytes(shape.base, item, ranks) for item in kind.compressed
+        )
+        for kind in shape.kinds
+        for at in kind.positions
+    }
+    groups = enumerate(shape.padded_groups(ranks))
+    return [itemsize * elements - ranks * saved.get(at, 0) for at, elements in groups]
 
 
 def replicas(config: RunConfig, layout: RankLayout) -> int:
     """Return the number of copies of the whole state; the ranks of a copy divide it."""
     return layout.nodes if config.shard.replicate == "nodes" else 1
-
-
-def _holes(learned: Sequence[int], layout: RankLayout, copies: int) -> int:
-    """Return the bytes of gradients that move from step to step: on CPU, they leave holes in the heap.
-
-    Gradients stay allocated between steps, except for gradients of the root group, which each micro-batch allocates
-    anew. Gradients that replicas add are all allocated anew.
-    """
-    if layout.device != "cpu":
-        return 0
-    return 4 * (sum(learned) if copies > 1 else learned[0]) * copies // layout.world_size
 
 
 def shares_memory(config: RunConfig, layout: RankLayout) -> bool:

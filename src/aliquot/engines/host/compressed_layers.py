@@ -25,7 +25,7 @@ from aliquot.engines.host.shared_weights import SharedWeights, Weight
 from aliquot.models.structure import decoder_layers
 from aliquot.offload.windows import paged
 from aliquot.tensor_io.code_sizes import code_bytes, scale_count
-from aliquot.tensor_io.weight_codes import Codes, chunk_numel, codes_in
+from aliquot.tensor_io.weight_codes import Codes, CompressedRange, codes_in
 
 _DECODED, _USED = 0, 1  # counters of a rank: decoded layers, and started uses of layers
 _BUFFERS = 2
@@ -36,51 +36,19 @@ def choose_compressed(model: nn.Module, spec: EngineSpec) -> Layers:
 
     Raises EngineError if this run does not support compressed weights.
     """
-    if spec.base == "bf16" or spec.compressed.isdisjoint(
-        name for name, parameter in model.named_parameters() if not parameter.requires_grad
-    ):  # all weights of a start-up proof are trained
-        return []
-    if not spec.packs:
+    indices = {
+        id(weight): at for at, (name, weight) in enumerate(model.named_parameters())
+        if name in spec.compressed and not weight.requires_grad  # all weights of a start-up proof are trained
+    }  # fmt: skip
+    if indices and not spec.packs:
         raise EngineError(
-            f"adapter.base: {spec.base} does not run with a model that takes one document per call: use bf16"
+            f"adapter.base: {spec.base} needs shard.engine: fsdp with a model that takes one document per call"
         )
-    indices = {id(weight): at for at, (name, weight) in enumerate(model.named_parameters()) if name in spec.compressed}
     return [
         (layer, [indices[id(weight)] for weight in layer.parameters() if id(weight) in indices])
         for layer in decoder_layers(model)
         if any(id(weight) in indices for weight in layer.parameters())
     ]
-
-
-class CompressedRange:
-    """This rank's range of a compressed weight, loaded and stored as fp32. Elements must be stored in their order."""
-
-    def __init__(self, copies: Sequence[Codes], scales: Tensor, start: int) -> None:
-        """`copies`: the weight on each NUMA node. `scales`: fp32 scales of the whole weight, filled by `store`."""
-        self._copies = copies
-        self._scales = scales
-        self._start = start
-        self._unit = copies[0].unit
-        self._rest = torch.empty(0)  # stored elements of an incomplete unit
-
-    def load(self, start: int, out: Tensor) -> Tensor:
-        begin = self._start + start
-        first = begin // self._unit * self._unit
-        values = torch.empty(-(-(begin + out.numel() - first) // self._unit) * self._unit)
-        self._copies[0].decode(first, values)
-        return out.copy_(values[begin - first :][: out.numel()])
-
-    def store(self, start: int, values: Tensor) -> None:
-        first = self._start + start - self._rest.numel()
-        # Small pieces stay in the cache of a core, and glibc cannot reuse all memory of large temporary tensors.
-        for piece in torch.split(values, chunk_numel(values)):
-            whole_and_rest = torch.cat([self._rest, piece])
-            whole = whole_and_rest.numel() // self._unit * self._unit
-            self._rest = whole_and_rest[whole:].clone()
-            for codes in self._copies:
-                scales = codes.encode(first, whole_and_rest[:whole])
-            self._scales[first // self._unit :][: len(scales)].copy_(scales)
-            first += whole
 
 
 class CompressedLayers(LayerSlots):
@@ -101,7 +69,6 @@ class CompressedLayers(LayerSlots):
         they may wait until this rank reads its ring buffer.
         """
         super().__init__([module for module, _ in layers], _BUFFERS)
-        assert spec.base != "bf16"
         self._serve = serve
         self._peers = hosts.peers
         self._layers = [indices for _, indices in layers]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aliquot.distributed.collectives.buffer_sizes import align
 from aliquot.engines.host.compressed_layers import CompressedLayers
@@ -31,7 +31,6 @@ from aliquot.engines.host.host_memory import COPY_SLOTS, IN_FLIGHT_BYTES
 from aliquot.engines.host.layer_hooks import Layers, LayerSlots
 from aliquot.engines.host.shared_weights import SharedWeights, Weight
 from aliquot.machine.device_copies import Download, Fill, Uploads, copy_stream, pin, unpin
-from aliquot.models.structure import replace_tensors
 from aliquot.nn.head_loss import GradientRows
 from aliquot.tensor_io.weight_codes import Codes, codes_in
 
@@ -94,10 +93,6 @@ class DeviceWeights(LayerSlots):
         if self._uploads.stream is not None:
             pin(memory)
             self._pinned.append(memory)
-
-    def place_buffers(self, model: nn.Module) -> None:
-        """Move the buffers of the model to the device."""
-        replace_tensors(model, {name: buffer.to(self._device) for name, buffer in model.named_buffers()})
 
     def outdate(self, indices: Iterable[int]) -> None:
         """Note that these weights change in shared memory. Kernels that were launched before still use the old ones."""

@@ -33,6 +33,7 @@ from aliquot.engines.host.layer_hooks import spread_layers
 from aliquot.engines.host.shared_weights import Counterparts, ForwardOrder, GradientOrder, SharedWeights, Weight, place
 from aliquot.engines.host.streamed_layers import StreamedLayers, choose_streamed
 from aliquot.engines.host.weight_publication import OverlappedUpdate, WeightPublication
+from aliquot.models.structure import replace_tensors
 from aliquot.optim.adamw import BlockedAdamW, rate_ratio
 from aliquot.optim.sizes import update_block
 from aliquot.tensor_io.parts import row_ranges
@@ -64,15 +65,14 @@ class HostComponents:
             hosts, weights, not streamed_layers, [indices for _, indices in compressed_layers]
         )
         self.device_weights = device_weights = None  # with a GPU: its copy of the weights
+        tensors = shared.views()
         if spec.copies_weights:
             indices = {id(parameter): index for index, parameter in enumerate(model.parameters())}
             copied = spread_layers(model, spec.copied_layers if spec.packs else 0, indices)
             self.device_weights = device_weights = DeviceWeights(shared, device, copied)
-        if device_weights is None:
-            place(model, weights, shared.views())
-        else:
-            place(model, weights, device_weights.tensors)
-            device_weights.place_buffers(model)
+            tensors = device_weights.tensors
+            replace_tensors(model, {name: buffer.to(device) for name, buffer in model.named_buffers()})
+        place(model, weights, tensors)
         embedding = cast(nn.Parameter, cast(nn.Module, model.get_input_embeddings()).weight)  # type: ignore[operator]
         head = cast(nn.Parameter, model.get_output_embeddings().weight) if spec.fused_loss else None  # type: ignore[operator]
         # Whether the engine looks up embeddings itself, so that their gradient arrives as rows.

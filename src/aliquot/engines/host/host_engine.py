@@ -41,7 +41,7 @@ from aliquot.engines.base import Counters, EngineSpec
 from aliquot.engines.global_norm import global_norm
 from aliquot.engines.host.host_builder import HostComponents, parameter_index
 from aliquot.engines.host.host_gradients import HostGradients
-from aliquot.engines.host.layer_hooks import LayerHooks, Layers
+from aliquot.engines.host.layer_hooks import LayerHooks
 from aliquot.engines.model_engine import ModelEngine
 from aliquot.engines.model_kernels import prepare_layers
 from aliquot.machine.cpu import numa_nodes
@@ -79,13 +79,17 @@ class HostEngine(ModelEngine):
         # Hooks run in the order of registration: a layer first waits for its updated weights, then for its disk reads.
         self._hooks = [
             *self._gradient_hooks(),
-            *(self._layer_hooks(self._components.forward_order.layers) if spec.packs else ()),
+            *(
+                layer.register_forward_pre_hook(partial(self._wait_usable, indices))
+                for layer, indices in (self._components.forward_order.layers if spec.packs else ())
+            ),
         ]
         self._absent = [
             layers for layers in (self._components.streamed, self._components.compressed) if layers is not None
         ]
-        on_device = self._components.device_weights
-        self._layers_in_use: Sequence[LayerHooks] = self._absent if on_device is None else [on_device]
+        self._layers_in_use: Sequence[LayerHooks] = (
+            self._absent if self._components.device_weights is None else [self._components.device_weights]
+        )
         for layers in self._layers_in_use:
             layers.attach()
         # If the model is called once per document, a weight gets several gradients, and autograd must sum them.
@@ -114,15 +118,6 @@ class HostEngine(ModelEngine):
         for index, parameter in enumerate(self._model.parameters()):
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(partial(stage, index))  # type: ignore[no-untyped-call]
-
-    def _layer_hooks(self, layers: Layers) -> Iterator[RemovableHandle]:
-        """Register hooks that let each layer wait for its own updated weights."""
-
-        def wait(indices: Sequence[int], *_: Any) -> None:
-            self._wait_usable(indices)
-
-        for layer, indices in layers:
-            yield layer.register_forward_pre_hook(partial(wait, indices))
 
     @property
     def transport(self) -> str:
@@ -275,8 +270,8 @@ class HostEngine(ModelEngine):
     def _wait_all_usable(self) -> None:
         self._wait_usable(self._components.update_order)
 
-    def _wait_usable(self, indices: Sequence[int]) -> None:
-        """Wait until this rank may compute with the updated values of these weights."""
+    def _wait_usable(self, indices: Sequence[int], *_: Any) -> None:
+        """Wait until this rank may compute with the updated values of these weights. Layers call this as a hook."""
         for pending in self._pending:
             pending.wait_usable(indices)
         if self._components.device_weights is not None:

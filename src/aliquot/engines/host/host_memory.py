@@ -20,7 +20,7 @@ from aliquot.engines.engine_plan import OnDisk, RankMemory, streamed_layers
 from aliquot.models.model_shape import LayerKind, ModelShape, Shape, numel, padded_share
 from aliquot.offload.windows import STREAM_BUFFERS, SUMS_BUFFERS, longest_window, paged, state_bytes
 from aliquot.optim.sizes import SCRATCH_BYTES, low_bytes, moment_bytes
-from aliquot.tensor_io.code_sizes import BaseFormat, CompressedFormat, code_bytes
+from aliquot.tensor_io.code_sizes import CompressedFormat, code_bytes
 
 # Size of a rank's ring buffer for staged gradients. A rank can be ahead of other ranks by the gradients that fit into
 # the buffer, a layer or more of most models. A larger buffer gains nothing.
@@ -42,7 +42,7 @@ PUBLISHED_NUMEL = 4 << 20  # most elements of a weight in one message between ho
 _CHANGED_BITS = ((1e-5, 2.2, 2.4), (2e-5, 2.4, 2.8), (1e-4, 3.7, 5.9), (5e-4, 6.2, 10.5), (3e-3, 6.2, 12.8))
 # Memory traffic, in bytes per element, that takes a core as long as to decode an element. Measured: 1.0 G elements/s of
 # nf4 and 1.4 of int8 on a core that reads and writes 9 GB/s (Xeon with AMX).
-_DECODED_BYTES: dict[BaseFormat, float] = {"nf4": 9.0, "nf4_single": 9.0, "int8": 6.4}
+_DECODED_BYTES: dict[CompressedFormat, float] = {"nf4": 9.0, "nf4_single": 9.0, "int8": 6.4, "bf16": 0.0}
 _DECODED_BYTES_ON_GPU = 24.0  # per element, read and written by the torch operations that decode; counted, not measured
 TAG_BYTES = 64  # at the start of each piece: its weight and its position in the weight
 
@@ -99,21 +99,20 @@ def host_memory(config: RunConfig, shape: ModelShape, layout: RankLayout, on_dis
 def saved_by_compression(config: RunConfig, shape: ModelShape) -> int:
     """Return the bytes by which an adapter's base in 4 or 8 bits is smaller, with its buffers for decoded layers."""
     base, compute = shape.base, config.train.compute_itemsize
-    if base == "bf16":
-        return 0
     decoded = [compute * sum(map(numel, kind.compressed)) for kind in shape.kinds for _ in kind.positions]
-    codes = sum(code_bytes(base, weight) * len(kind.positions) for kind in shape.kinds for weight in kind.compressed)
+    codes = sum(code_bytes(base, weight) for weight in shape.compressed.elements())
     return sum(decoded) - codes - 2 * max(decoded)
 
 
-def decoding_bytes(shape: ModelShape, layout: RankLayout) -> float:
-    """Return the memory traffic that takes a rank as long as to decode its share of all layers once."""
-    if shape.base == "bf16":
-        return 0.0
+def decoding_bytes(engine: str, shape: ModelShape, layout: RankLayout) -> float:
+    """Return the memory traffic that takes a rank as long as to decode its share of all layers once.
+
+    The CPU ranks of a NUMA node divide this work with engine host.
+    """
     if layout.device == "cuda":
         return shape.compressed_numel * _DECODED_BYTES_ON_GPU
-    ranks_per_numa_node = layout.ranks_per_node / min(layout.numa_nodes, layout.ranks_per_node)
-    return shape.compressed_numel * _DECODED_BYTES[shape.base] / ranks_per_numa_node
+    members = layout.ranks_per_node / min(layout.numa_nodes, layout.ranks_per_node) if engine == "host" else 1
+    return shape.compressed_numel * _DECODED_BYTES[shape.base] / members
 
 
 def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> RankMemory:
@@ -125,7 +124,7 @@ def device_memory(config: RunConfig, shape: ModelShape, copied_layers: int) -> R
     copied = compute * sum(_by_layer(shape, copied_layers, lambda kind: sum(map(numel, kind.weights))))
     padded = _by_layer(shape, copied_layers, lambda kind: sum(align(compute * numel(item)) for item in kind.weights))
     slots = sum(max(padded[slot::COPY_SLOTS], default=0) for slot in range(COPY_SLOTS))
-    codes = 0 if base == "bf16" else max(code_bytes(base, weight) for kind in shape.kinds for weight in kind.compressed)
+    codes = max((code_bytes(base, weight) for weight in shape.compressed), default=0)
     return RankMemory(
         weights=compute * shape.numel - copied + slots + codes,
         gradients=_in_flight_bytes(shape, compute),
@@ -156,10 +155,8 @@ class LayerCopies:
 
 def _frozen_bytes(itemsize: int, base: CompressedFormat, kind: LayerKind) -> int:
     """Return the bytes of the frozen weights of a layer in host memory, some of them compressed."""
-    whole = itemsize * sum(map(numel, kind.frozen))
-    if base == "bf16":
-        return whole
-    return whole - sum(itemsize * numel(weight) - code_bytes(base, weight) for weight in kind.compressed)
+    saved = sum(itemsize * numel(weight) - code_bytes(base, weight) for weight in kind.compressed)
+    return itemsize * sum(map(numel, kind.frozen)) - saved
 
 
 def _in_flight_bytes(shape: ModelShape, itemsize: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aliquot.engines.host.compressed_layers import CompressedLayers, CompressedRange
+from aliquot.engines.host.compressed_layers import CompressedLayers
 from aliquot.engines.host.gradient_sums import GradientSums
 from aliquot.engines.host.host_disk import HostDisk, Window
 from aliquot.engines.host.shared_weights import WeightShard
@@ -27,6 +27,7 @@ from aliquot.optim.moments import Bf16Values, ExactValues, Moment, moment
 from aliquot.optim.sizes import States
 from aliquot.tensor_io.parts import Kind
 from aliquot.tensor_io.range_io import mapped_tensor
+from aliquot.tensor_io.weight_codes import CompressedRange
 
 
 class HostStates:

@@ -61,20 +61,16 @@ class LayerHooks(ABC):
             hook.remove()
 
     def _register(self, layer: int, module: nn.Module) -> list[RemovableHandle]:
-        def before(*_: Any) -> None:
-            self._use(layer)
-
-        def before_backward(*_: Any) -> None:
-            self._use_in_backward(layer)
-
         def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             self._has_backward[layer] = isinstance(hidden, Tensor) and hidden.requires_grad
             if self._has_backward[layer]:
                 # The layer's backward pass begins when the gradient of its output is known.
-                hidden.register_hook(before_backward)
+                hidden.register_hook(lambda _: self._use_in_backward(layer))
 
-        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        return [
+            module.register_forward_pre_hook(lambda *_: self._use(layer)), module.register_forward_hook(after)
+        ]  # fmt: skip
 
 
 class LayerSlots(LayerHooks):
