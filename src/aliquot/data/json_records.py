@@ -15,7 +15,7 @@ from aliquot.core.decode import TooDeepError, UniqueKeys, check_json_depth, deco
 from aliquot.core.errors import DataError
 from aliquot.data.data_files import LONGEST_RECORD, lines_within_limit, not_text, opened, too_long
 from aliquot.data.documents import NO_RECORD, BadRecordError, Document, repeated_name
-from aliquot.data.formats import RecordReader
+from aliquot.data.format_detection import RecordReader
 
 LONGEST_BYTES = 64 << 20  # of a file with one JSON object over several lines, which is read as a whole
 _BLOCK_CHARACTERS = 1 << 20

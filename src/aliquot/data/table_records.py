@@ -29,7 +29,8 @@ from aliquot.data.documents import (
     Document,
     repeated_name,
 )
-from aliquot.data.formats import Format, RecordReader, format_of
+from aliquot.data.format_detection import RecordReader, format_of
+from aliquot.data.formats import Format
 from aliquot.data.table_files import OpenTable, RecordTable, in_table_process
 
 
