@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from aliquot.config.data_section import CHAT_TEMPLATES, DataSection
 from aliquot.core.errors import TokenizerError
-from aliquot.data.format_detection import format_of
+from aliquot.data.formats import format_of
 from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.tokenizer import give_template
 from tests.data.stores import byte_level, encode_record

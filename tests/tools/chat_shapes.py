@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from aliquot.config.data_section import DataSection
 from aliquot.data.chat import ANSWERS_NOT_WRITTEN, NO_ANSWER, UNKNOWN_PLACE
 from aliquot.data.chat_template import CHANGED
-from aliquot.data.format_detection import format_of
+from aliquot.data.formats import format_of
 from aliquot.data.text_encoder import EncoderSpec
 from tests.data.stores import byte_level, encode_record
 

@@ -1,17 +1,18 @@
-"""Read records of a format into documents: text, chat, instruction, prompt, pair or rating.
+"""Detect the format of records by the names of their fields: text, chat, instruction, prompt, pair or rating.
 
-format_detection.py chooses the format; record_answers.py describes the documents with answers.
+record_answers.py reads the fields into documents; record_files.py reads the records.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from aliquot.config.data_section import RecordsSection
 from aliquot.core.decode import TooDeepError, check_depth
 from aliquot.core.errors import DataError
 from aliquot.data.chat_messages import LOSS_FLAGS, is_excluded, is_message, read_text, text_parts, truth
@@ -23,7 +24,7 @@ from aliquot.data.documents import (
     Document,
     Kind,
 )
-from aliquot.data.record_answers import INPUTS, INSTRUCTION, read_answers, read_chat
+from aliquot.data.record_answers import CHATS, INPUTS, INSTRUCTION, read_answers, read_chat
 
 TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "text": ("text", "texts"),
@@ -34,8 +35,17 @@ TITLES: dict[str, tuple[str, str]] = {  # singular, plural
     "preference": ("pair of answers", "pairs of answers"),
     "rated": ("rated answer", "rated answers"),
 }
+# The fields of a prompt that all objectives recognise, in the order of preference, each with the fields of its answer.
+_PROMPTS = {
+    "prompt": ("completion",),
+    INSTRUCTION: ("output", "response"),  # Alpaca, Dolly
+    "question": ("answer", "response"),
+    "query": ("response",),
+}
+_PAIRS = (("chosen", "rejected"), ("response", "rejected_response"), ("messages", "rejected_response"))
+_LABELS = ("label", "kto_tag")
 # Optional fields of all formats with answers.
-CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs", *LOSS_FLAGS)
+_CONTEXT_FIELDS = ("system", "tools", "chat_template_kwargs", *LOSS_FLAGS)
 _KEYS: Mapping[str, str] = {  # the keys that name the fields of a format
     "text": "data.text_field",
     "messages": "data.messages",
@@ -66,10 +76,10 @@ class Format:
 
     def check(self, names: Collection[str], where: str | Path) -> None:
         """Raise UserError if a required field is missing from `names`, the fields of a record."""
-        present, missing = list(names), self.missing(names)
+        missing = self.missing(names)
         if missing is None:
             return
-        foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
+        foreign = next((fields for fields in self.elsewhere if set(fields) <= set(names)), None)
         if foreign is not None:
             raise DataError(
                 f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different"
@@ -77,7 +87,7 @@ class Format:
                 where,
             )
         keys = "" if self.elsewhere else _KEYS[self.kind]  # the first record of a detected format has the field
-        raise _missing_field(missing, present, keys, where)
+        raise _missing_field(missing, names, keys, where)
 
     def read(self, record: Mapping[str, Any], where: str) -> Document:
         """Return the document of a record; it is blank if the record is empty.
@@ -127,7 +137,7 @@ class Format:
     def _unread(self, record: Mapping[str, Any], prompt: str | None) -> list[str]:
         used = {*self.fields, *self.unused, prompt}
         if self.kind != "text":
-            used |= {*CONTEXT_FIELDS, *((*INPUTS, "history") if prompt == INSTRUCTION else ())}
+            used |= {*_CONTEXT_FIELDS, *((*INPUTS, "history") if prompt == INSTRUCTION else ())}
         return [name for name in record if name not in used and _holds_text(record[name])]
 
     def _content(
@@ -198,6 +208,62 @@ def words(text: str, kind: Kind) -> list[str]:
     return parts
 
 
+def format_of(section: RecordsSection, present: Collection[str], where: str | Path) -> Format:
+    """Return the format that `section` names, else the first one whose fields are all `present` in the records.
+
+    A preference objective names the fields of TRL; instead of them, those of other trainers are read, too.
+    Raises UserError if a field is missing, or if no format fits.
+    """
+    is_trl = section.label is not None and (section.prompt, section.completion) == ("prompt", "completion")
+    if section.text_field is not None:
+        forms = [Format("text", (section.text_field,))]
+    elif section.messages is not None:
+        forms = [Format("messages", (section.messages,), _CONTEXT_FIELDS)]
+    elif section.chosen is not None and section.rejected is not None:
+        prompts = (*_PROMPTS, *CHATS) if section.prompt is None else (section.prompt,)
+        pair = (section.chosen, section.rejected)
+        forms = [_answer_format("preference", prompts, pair) for pair in (_PAIRS if pair == _PAIRS[0] else (pair,))]
+    elif section.prompt is not None and section.completion is not None and not is_trl:
+        forms = [_answer_format("prompt", (section.prompt,), (section.completion,))]
+    else:
+        forms = _recognised_formats(present)
+    if section.label is not None:
+        labels = _LABELS if section.label == _LABELS[0] else (section.label,)
+        rated = [replace(form, kind="rated") for form in forms if form.kind != "text"]
+        forms = [replace(form, fields=(*form.fields, label)) for form in rated for label in labels]
+    form = next((form for form in forms if form.missing(present) is None), None)
+    is_detected = section.label is None and section.chosen is None and len(forms) > 1
+    if form is None and is_detected:
+        raise _unknown_format(present, where)
+    form = form or max(forms, key=lambda form: len(set(form.fields) & set(present)))
+    form.check(present, where)
+    elsewhere = tuple(other.fields for other in forms if other is not form) if is_detected else ()
+    optional, unused = _present(present, *form.optional), tuple(section.unused_fields)
+    return replace(form, optional=optional, unused=unused, elsewhere=elsewhere)
+
+
+def _recognised_formats(names: Collection[str]) -> list[Format]:
+    """Return the formats of single answers, and the format of texts, in the order of preference."""
+    forms = [Format(chat, (chat,), _CONTEXT_FIELDS) for chat in CHATS]
+    forms += [
+        _answer_format(
+            "instruction" if prompt == INSTRUCTION else "prompt", (prompt,), (_present(names, *answers) or answers)[:1]
+        )
+        for prompt, answers in _PROMPTS.items()
+    ]
+    forms.insert(-2, Format("text", ("text",)))  # a text precedes the fields that are recognised last
+    return forms
+
+
+def _answer_format(kind: Kind, prompts: tuple[str, ...], answers: tuple[str, ...]) -> Format:
+    """Return the format of records with one answer or two, whose prompt is in one of the fields `prompts`."""
+    prompts = tuple(name for name in prompts if name not in answers)
+    optional = (*INPUTS, *_CONTEXT_FIELDS, "history") if INSTRUCTION in prompts else _CONTEXT_FIELDS
+    if kind == "preference":
+        return Format(kind, answers, (*prompts, *optional), prompts, answers)
+    return Format(kind, (*prompts, *answers), optional, prompts, answers)
+
+
 def unknown_field(fields: Collection[str], names: Collection[str], where: str) -> BadRecordError | None:
     """Return the error for one of `fields` (data.unused_fields) that is not in `names`, the fields of the records."""
     unknown = sorted(set(fields) - set(names))
@@ -213,3 +279,19 @@ def _missing_field(
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     message = f"no field {missing!r}; there are {', '.join(present)}{meant}{keys and f': set {keys}'}"
     return BadRecordError(message, where, reason)
+
+
+def _unknown_format(names: Collection[str], where: str | Path) -> DataError:
+    if any(set(pair) <= set(names) for pair in _PAIRS):
+        return DataError("the records are pairs of answers: set train.objective, for example to dpo", where)
+    message = "no fields: an empty file, or no header"
+    if names:
+        message = (
+            f"no known field; there are {', '.join(map(str, names))}: set data.text_field (all of it is"
+            " learned), data.messages (a chat), or data.prompt and data.completion"
+        )
+    return BadRecordError(message, where, MISSING_FIELD)
+
+
+def _present(names: Collection[str], *candidates: str) -> tuple[str, ...]:
+    return tuple(name for name in candidates if name in names)

@@ -143,8 +143,7 @@ def trained_tokenizer(
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        cut = cut_of(tokenizer.to_str())
-        tokenizer.train_from_iterator(_texts(sources, cut, progress), trainer)
+        tokenizer.train_from_iterator(_texts(sources, cut_of(tokenizer.to_str()), progress), trainer)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
