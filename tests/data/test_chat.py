@@ -28,8 +28,8 @@ from aliquot.data.chat import (
     UNREAD_FLAG,
     locate_answers,
 )
-from aliquot.data.chat_messages import has_words
 from aliquot.data.chat_template import CHANGED, ChatTemplate, LeftOut, TokenizerFacts
+from aliquot.data.rendered_messages import has_words
 from aliquot.data.text_encoder import NO_END, EncoderSpec, TextEncoder
 from tests.data.stores import byte_level, encode_record
 from tests.tools.chat_shapes import SHAPES, TEMPLATES, made, outcome

@@ -44,8 +44,7 @@ def test_summary_shows_plain_text_on_request() -> None:
 def test_summary_begins_at_the_example_that_is_asked_for() -> None:
     tokenizer = byte_level()
     store = memory_store([tokenizer.encode(text) for text in ("one", "two", "three")])
-    source = TrainStore(store)
-    shown = list(examples(source, tokenizer, text=True, first=3))
+    shown = list(examples(TrainStore(store), tokenizer, text=True, first=3))
     assert shown[0].startswith("example 3: ") and shown[-1].endswith("three")
 
 

@@ -17,7 +17,8 @@ from aliquot.data.chat_messages import UNREADABLE_CALL, is_learned
 from aliquot.data.documents import MISSING_FIELD, UNCLEAR_PROMPT, BadRecordError
 from aliquot.data.encoder import prompt_hash
 from aliquot.data.file_source import record_documents
-from aliquot.data.formats import IMPLICIT_PROMPT, UNREAD, UNREAD_COLUMNS, format_of, words
+from aliquot.data.formats import IMPLICIT_PROMPT, UNREAD, format_of, words
+from aliquot.data.record_files import UNREAD_COLUMNS
 
 PAIR = {"chosen": "chosen", "rejected": "rejected"}
 RATED = {"prompt": "prompt", "completion": "completion", "label": "label"}  # what objective kto sets

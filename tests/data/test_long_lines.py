@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 from aliquot.config.data_section import DataSection, RecordsSection
 from aliquot.core.errors import UserError
-from aliquot.data import data_files, documents, file_source, json_records, table_files, table_records
+from aliquot.data import data_files, documents, file_source, record_files, table_files
 from aliquot.data.documents import PART_BYTES, Document, Unit, text_documents
 from aliquot.data.file_source import FileSource, record_documents
+from aliquot.data.record_files import binary_documents
 from aliquot.data.sources import source_of
 from aliquot.data.table_files import in_table_process, open_arrow
-from aliquot.data.table_records import binary_documents
 
 
 def whole(parts: list[Document]) -> list[str]:
@@ -76,7 +76,7 @@ def test_archive_of_one_long_line(tmp_path: Path, unit: Unit) -> None:
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.json.gz", "bomb.csv.gz"])
 def test_a_record_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for module in (data_files, json_records, table_records):
+    for module in (data_files, record_files):
         monkeypatch.setattr(module, "LONGEST_RECORD", 1 << 20)
     text = "a" * (3 << 20)
     lines = {"jsonl": json.dumps({"text": text}), "json": json.dumps([{"text": text}]), "csv": f"text\n{text}\n"}
@@ -240,7 +240,7 @@ def texts(path: Path) -> list[str]:
 def test_the_same_documents_however_they_are_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
 ) -> None:
-    monkeypatch.setattr(json_records, "_BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr(record_files, "_BLOCK_CHARACTERS", 100)
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == [talk["text"] for talk in TALKS]
     if ".json" not in Path(name).suffixes:
@@ -317,7 +317,7 @@ def test_array_in_blocks_equals_json(records: list[object], indent: int | None, 
         def read(self, size: int | None = -1, /) -> bytes:
             return super().read(block)
 
-    assert [record for record, _ in json_records._elements(Blocks(data), Path("x"))] == records
+    assert [record for record, _ in record_files._elements(Blocks(data), Path("x"))] == records
 
 
 def test_long_file_is_a_document_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_long_file_is_a_document_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PART_BYTES", 1 << 16)
-    monkeypatch.setattr(json_records, "_BLOCK_CHARACTERS", 1 << 14)
+    monkeypatch.setattr(record_files, "_BLOCK_CHARACTERS", 1 << 14)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some words\n" * (1 << 19)))
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 1000}] * 2000))
     seen = 0

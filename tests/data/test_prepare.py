@@ -87,8 +87,7 @@ def test_predicted_text_bytes(corpus: Path, model: Path) -> None:
     texts = [path.read_text() for path in sorted(corpus.iterdir())]
     (corpus / "5.txt").write_text("語 is the first word here")  # its first token is one of the three bytes of 語
     whole = sum(len(text.encode()) for text in [*texts, "語 is the first word here"])
-    store = prepare(section(corpus), model, 300).open_train()[""]
-    assert store.text_bytes == whole
+    assert prepare(section(corpus), model, 300).open_train()[""].text_bytes == whole
     bare = prepare(section(corpus, add_bos=False), model, 300)
     firsts = [bare.load_tokenizer().decode(row[:1]) for row in rows(bare.open_train()[""])]
     assert firsts[:5] == ["0", "1", "2", "3", "4"]

@@ -13,7 +13,8 @@ from aliquot.config.schema import DataSection
 from aliquot.core.errors import MissingToolError, UserError
 from aliquot.data.prepare import prepare
 from aliquot.data.sources import source_of
-from aliquot.data.tokenizer import check_vocabulary, convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
+from aliquot.data.tokenizer import convention_of, load_tokenizer, publish_tokenizer, trained_tokenizer
+from aliquot.data.vocabulary import check_vocabulary
 from tests.data.stores import TEXT, byte_level
 
 

@@ -48,8 +48,7 @@ def two_nodes(config: Path, *others: str) -> list[tuple[int, str]]:
 
 def another_text(folder: Path) -> str:
     """Of the same length, elsewhere."""
-    text = (folder / "text.txt").read_text()
-    (folder / "other.txt").write_text(text.replace("rank", "bank"))
+    (folder / "other.txt").write_text((folder / "text.txt").read_text().replace("rank", "bank"))
     return f"data.path={folder / 'other.txt'}"
 
 
@@ -118,8 +117,7 @@ def test_error_of_one_node_is_reported_by_all(tmp_path: Path) -> None:
 def test_rank_with_other_settings_is_named(tmp_path: Path) -> None:
     """As by a loop on one host: no launcher gives both ranks the same settings."""
     config = write_config(tmp_path)
-    port = free_port()
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         warm.popen(
             "-m", "aliquot", "train", config, *(["train.learning_rate=0.1"] if rank else []),

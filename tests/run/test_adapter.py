@@ -20,7 +20,8 @@ from aliquot.config.schema import ModelSection
 from aliquot.core.errors import UserError
 from aliquot.core.on_rank_0 import SingleRank
 from aliquot.data.batches import Batches
-from aliquot.data.prepare import TokenizerChanges, prepare
+from aliquot.data.prepare import prepare
+from aliquot.data.vocabulary import TokenizerChanges
 from aliquot.data.workload import batch_size
 from aliquot.models import meta
 from aliquot.models.export import export_checkpoint

@@ -33,7 +33,7 @@ def show(
         from aliquot.config.read_config import read_config
         from aliquot.data.data_order import TrainStore
         from aliquot.data.data_summary import day_line, examples, header, warnings
-        from aliquot.data.prepare import adopt_tokenizer
+        from aliquot.data.vocabulary import adopt_tokenizer
         from aliquot.distributed.auto_ranks import resolve_auto_ranks
         from aliquot.models.source import DESCRIPTION_FILES, resolve
         from aliquot.observe.console import Display

@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from aliquot.config.data_section import fitting_templates
 from aliquot.core.errors import TokenizerError
-from aliquot.data.chat_messages import (
-    has_detail,
-    has_words,
-    in_other_words,
-    is_learned,
-    is_silent,
-    learned_parts,
-    leaves_out,
-    unread_flags,
-)  # fmt: skip
+from aliquot.data.chat_messages import has_detail, is_learned, unread_flags
 from aliquot.data.chat_template import ChatTemplate, LeftOut, Messages, Span, TokenizerFacts, fit_messages
+from aliquot.data.rendered_messages import has_words, in_other_words, is_silent, learned_parts, leaves_out
 
 if TYPE_CHECKING:
     from aliquot.data.text_encoder import EncoderSpec

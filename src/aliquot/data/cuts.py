@@ -141,9 +141,8 @@ def pieces(
     """
     start = 0
     while len(text) - start > characters:
-        match, limit = None, start + longest
-        if cut is not None:
-            match = cut.pattern.search(text, max(start + max(1, characters), searched), limit + _BEYOND)
+        first, limit = max(start + max(1, characters), searched), start + longest
+        match = None if cut is None else cut.pattern.search(text, first, limit + _BEYOND)
         if match is not None:
             stop, next_start = match.span()
         elif len(text) > limit + _BEYOND:

@@ -18,10 +18,9 @@ from aliquot.data.cache import digests, sampled_digest
 from aliquot.data.data_files import RECORD_SUFFIXES, find_files, suffix_of
 from aliquot.data.documents import UNKNOWN_FIELD, Document, Unit, left_out, refuse_bad_alone, text_documents
 from aliquot.data.formats import unknown_field
-from aliquot.data.json_records import json_documents, jsonl_documents
+from aliquot.data.record_files import binary_documents, csv_documents, json_documents, jsonl_documents
 from aliquot.data.remote_files import NamedProgress, RemoteFile, find_remote
 from aliquot.data.table_files import open_arrow, open_parquet
-from aliquot.data.table_records import binary_documents, csv_documents
 from aliquot.stores.store import is_url
 
 _NOT_READ = {".tsv", ".feather", ".orc", ".avro", ".xls", ".xlsx"}

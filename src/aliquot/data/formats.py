@@ -1,12 +1,12 @@
 """Detect the format of records by the names of their fields: text, chat, instruction, prompt, pair or rating.
 
-record_answers.py reads the fields into documents.
+record_answers.py reads the fields into documents; record_files.py reads the records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,13 +18,11 @@ from aliquot.core.errors import DataError
 from aliquot.data.chat_messages import LOSS_FLAGS, is_excluded, is_message, read_text, text_parts, truth
 from aliquot.data.documents import (
     MISSING_FIELD,
-    NO_RECORD,
     UNCLEAR_PROMPT,
     UNKNOWN_FIELD,
     BadRecordError,
     Document,
     Kind,
-    left_out,
 )
 from aliquot.data.record_answers import CHATS, INPUTS, INSTRUCTION, read_answers, read_chat
 
@@ -56,7 +54,6 @@ _KEYS: Mapping[str, str] = {  # the keys that name the fields of a format
     "rated": "data.prompt, data.completion and data.label",
 }
 UNREAD = "a record with text in fields that are not read (list them in data.unused_fields if that is right)"
-UNREAD_COLUMNS = "a table with columns of text that are not read (list them in data.unused_fields if that is right)"
 IMPLICIT_PROMPT = "a pair without a prompt, for which the common beginning of both answers is taken"
 
 
@@ -79,10 +76,10 @@ class Format:
 
     def check(self, names: Collection[str], where: str | Path) -> None:
         """Raise UserError if a required field is missing from `names`, the fields of a record."""
-        present, missing = list(names), self.missing(names)
+        missing = self.missing(names)
         if missing is None:
             return
-        foreign = next((fields for fields in self.elsewhere if set(fields) <= set(present)), None)
+        foreign = next((fields for fields in self.elsewhere if set(fields) <= set(names)), None)
         if foreign is not None:
             raise DataError(
                 f"no field {missing!r}, which the first record has, but {foreign[0]!r}: give records of different"
@@ -90,7 +87,7 @@ class Format:
                 where,
             )
         keys = "" if self.elsewhere else _KEYS[self.kind]  # the first record of a detected format has the field
-        raise _missing_field(missing, present, keys, where)
+        raise _missing_field(missing, names, keys, where)
 
     def read(self, record: Mapping[str, Any], where: str) -> Document:
         """Return the document of a record; it is blank if the record is empty.
@@ -181,66 +178,6 @@ class Format:
         return [name for name in names if name in fields or self.kind == "preference"]
 
 
-@dataclass
-class RecordReader:
-    """Turns the records of a file or table into documents. The first readable record decides the format of all."""
-
-    section: RecordsSection
-    form: Format | None = None
-    columns: Collection[str] = ()  # all columns of a table, of which a record has only those that are read
-    unread_columns: Sequence[str] = ()  # columns of text, of a table, that are not part of the records
-
-    def document(self, record: Callable[[], object], where: str, done_bytes: int) -> Document:
-        """Return the document of a record; if the record cannot be read, a blank document with the reason."""
-        try:
-            document = self._read(record(), where)
-            document.text.encode()  # raises an error if JSON escapes half of a surrogate pair
-        except BadRecordError as error:
-            return left_out(error, done_bytes)
-        except UnicodeEncodeError:
-            message = "a field holds half of a surrogate pair, which is no text"
-            return left_out(
-                BadRecordError(message, where, "a record with half of a surrogate pair, left out"), done_bytes
-            )
-        notes = document.notes
-        if self.unread_columns and not document.blank:
-            notes += ((UNREAD_COLUMNS, ", ".join(self.unread_columns)),)
-            self.unread_columns = ()
-        return document._replace(done_bytes=done_bytes, notes=notes, fields=self.columns or document.fields)
-
-    def _read(self, record: object, where: str) -> Document:
-        if not isinstance(record, dict):
-            raise BadRecordError(f"a record must be a JSON object, not {type(record).__name__}", where, NO_RECORD)
-        form = self.form or _format_of_record(self.section, record, where)
-        form.check(record, where)
-        document = form.read(record, where)
-        self.form = form
-        return document
-
-
-def _format_of_record(section: RecordsSection, record: dict[str, Any], where: str) -> Format:
-    """Return the format of a record. Raises the errors of `format_of`.
-
-    For an object that holds a list of records, the error says how to extract the list.
-    """
-    try:
-        return format_of(section, record, where)
-    except BadRecordError as error:
-        lists = {key: value for key, value in record.items() if isinstance(value, list) and value}
-        record_lists = (
-            key for key in lists if all(isinstance(item, dict) and not is_message(item) for item in lists[key])
-        )
-        key = next(record_lists, None)
-        if key is None:
-            raise
-        raise BadRecordError(
-            f"one JSON object with the keys {', '.join(record)}, of which {key!r} holds a list of {len(record[key])}:"
-            f" if those are the records, write that list alone (jq .{key} FILE > RECORDS.json)",
-            where,
-            error.reason,
-        ) from error
-
-
 def _holds_text(value: object) -> bool:
     """Return whether a value is text with letters, or a chat; a table may hold numbers and dates as text."""
     if isinstance(value, str):
@@ -271,13 +208,12 @@ def words(text: str, kind: Kind) -> list[str]:
     return parts
 
 
-def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) -> Format:
-    """Return the format that `section` names, else the first one whose fields are all among `names`.
+def format_of(section: RecordsSection, present: Collection[str], where: str | Path) -> Format:
+    """Return the format that `section` names, else the first one whose fields are all `present` in the records.
 
     A preference objective names the fields of TRL; instead of them, those of other trainers are read, too.
     Raises UserError if a field is missing, or if no format fits.
     """
-    present = list(names)
     is_trl = section.label is not None and (section.prompt, section.completion) == ("prompt", "completion")
     if section.text_field is not None:
         forms = [Format("text", (section.text_field,))]
@@ -306,7 +242,7 @@ def format_of(section: RecordsSection, names: Iterable[str], where: str | Path) 
     return replace(form, optional=optional, unused=unused, elsewhere=elsewhere)
 
 
-def _recognised_formats(names: Sequence[str]) -> list[Format]:
+def _recognised_formats(names: Collection[str]) -> list[Format]:
     """Return the formats of single answers, and the format of texts, in the order of preference."""
     forms = [Format(chat, (chat,), _CONTEXT_FIELDS) for chat in CHATS]
     forms += [
@@ -345,7 +281,7 @@ def _missing_field(
     return BadRecordError(message, where, reason)
 
 
-def _unknown_format(names: Sequence[str], where: str | Path) -> DataError:
+def _unknown_format(names: Collection[str], where: str | Path) -> DataError:
     if any(set(pair) <= set(names) for pair in _PAIRS):
         return DataError("the records are pairs of answers: set train.objective, for example to dpo", where)
     message = "no fields: an empty file, or no header"
@@ -357,6 +293,5 @@ def _unknown_format(names: Sequence[str], where: str | Path) -> DataError:
     return BadRecordError(message, where, MISSING_FIELD)
 
 
-def _present(names: Iterable[str], *candidates: str) -> tuple[str, ...]:
-    present = set(names)
-    return tuple(name for name in candidates if name in present)
+def _present(names: Collection[str], *candidates: str) -> tuple[str, ...]:
+    return tuple(name for name in candidates if name in names)

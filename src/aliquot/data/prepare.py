@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from aliquot.config.schema import DataSection, RunConfig
+from aliquot.config.schema import DataSection
 from aliquot.core.errors import DataError
 from aliquot.core.on_rank_0 import gather_results, run_on_rank_0
-from aliquot.core.small_files import cache_root, with_home
+from aliquot.core.small_files import cache_root
 from aliquot.data.cache import cached, damage
 from aliquot.data.chat import ENCODING
 from aliquot.data.chat_template import writes_date
@@ -32,22 +32,17 @@ from aliquot.data.text_encoder import EncoderSpec
 from aliquot.data.token_store import FORMAT, TokenStore, token_dtype, why_unusable
 from aliquot.data.token_stream import Segment, SegmentMaker, TokenStream, segment_directory
 from aliquot.data.tokenize import EncoderPool, Progress, tokenize
-from aliquot.data.tokenizer import (
-    Convention,
-    as_loaded_with,
+from aliquot.data.tokenizer import Convention, configured_tokenizer, convention_of, load_tokenizer, publish_tokenizer
+from aliquot.data.vocabulary import (
+    NO_CHANGES,
+    TokenizerChanges,
     check_ids,
     check_trained_size,
-    check_vocabulary,
-    configured_tokenizer,
-    convention_of,
-    give_template,
+    fit_tokenizer,
     largest_token,
-    load_tokenizer,
-    publish_tokenizer,
 )
 from aliquot.distributed.ranks import Ranks
 from aliquot.models.model_files import trained_tokens
-from aliquot.models.source import CONFIG_FILES, ModelSource, resolve
 
 
 @dataclass(frozen=True)
@@ -89,27 +84,13 @@ class Prepared:
         return load_tokenizer(self.tokenizer)
 
 
-@dataclass(frozen=True)
-class TokenizerChanges:
-    """Changes of a model's tokenizer."""
-
-    added_tokens: Sequence[str] = ()
-    added_special_tokens: Sequence[str] = ()
-    adapter: Path | None = None  # a trained adapter, whose prefix of documents overrides the model's
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> TokenizerChanges:
-        adapter = None if config.adapter is None else config.adapter.directory
-        return cls(config.model.add_tokens, config.model.add_special_tokens, adapter)
-
-
 def prepare(
     section: DataSection,
     model_dir: Path | None,
     vocab_size: int,
     progress: NamedProgress | None = None,
     config: Mapping[str, Any] | None = None,
-    changes: TokenizerChanges = TokenizerChanges(),
+    changes: TokenizerChanges = NO_CHANGES,
     trains: bool = True,
 ) -> Prepared:
     """Find the tokenizer and the tokens for `section` in the data cache, or create them.
@@ -171,58 +152,6 @@ def prepare(
         day=builder.day if any(TokenStore.open(Path(path)).mask is not None for path in store_paths) else None,
         streams={name: TokenStream(maker.directory, maker) for name, maker in makers.items()},
     )
-
-
-def fit_tokenizer(
-    tokenizer: Any,
-    section: DataSection,
-    model_dir: Path | None,
-    rows: int,
-    config: Mapping[str, Any] | None,
-    changes: TokenizerChanges,
-) -> tuple[Any, int, bool]:
-    """Add the tokens and the chat template of a run to its tokenizer. Raises UserError if the model does not fit it.
-
-    Returns the tokenizer, the rows of the model's embedding, which added tokens extend, and whether every token has a
-    row. The other arguments are those of `prepare`.
-    """
-    tokens_before = len(tokenizer)
-    tokenizer.add_tokens(list(changes.added_tokens))
-    tokenizer.add_tokens(list(changes.added_special_tokens), special_tokens=True)
-    is_own_tokenizer = section.tokenizer is None and section.tokenizer_vocab_size is None
-    if config is not None and not is_own_tokenizer:  # the model's own tokenizer was loaded with its config.json
-        tokenizer = as_loaded_with(tokenizer, config)
-    give_template(tokenizer, section)
-    has_more = len(tokenizer) > tokens_before
-    if has_more and model_dir is not None:  # the rows of added tokens follow the rows of the model's tokens
-        rows = (max(rows, tokens_before) if is_own_tokenizer else rows) + len(tokenizer) - tokens_before
-    return tokenizer, rows, check_vocabulary(tokenizer, rows, is_own_tokenizer and not has_more)
-
-
-def planned_vocabulary(config: RunConfig) -> int | None:
-    """Return the embedding rows that the run will have by its tokenizer, without data. Raises the errors of the run.
-
-    None: the model's configuration decides, or only the pods of the config's cluster have the tokenizer.
-    """
-    source, section = resolve(config.model, CONFIG_FILES), config.data
-    check_trained_size(section, source.largest_vocabulary)
-    if section.tokenizer is None or (config.cluster is not None and not with_home(section.tokenizer).exists()):
-        return section.tokenizer_vocab_size
-    tokenizer, _, _ = fit_tokenizer(
-        load_tokenizer(section.tokenizer), section, source.directory, source.largest_vocabulary,
-        source.config.to_dict(), TokenizerChanges.from_config(config),
-    )  # fmt: skip
-    adopt_tokenizer(config, source, tokenizer)
-    return int(source.config.vocab_size)
-
-
-def adopt_tokenizer(config: RunConfig, source: ModelSource, tokenizer: Any) -> Any:
-    """Give the model the vocabulary and special tokens of `tokenizer`, and return it. Raises UserError if unfit."""
-    model = config.model
-    source.adopt_tokenizer(tokenizer, largest_token(tokenizer), bool(model.add_tokens or model.add_special_tokens))
-    # This is the second check, because the padding token may have changed.
-    source.check_length(config.data.sequence_length, config.train.answers)
-    return tokenizer
 
 
 def prepare_together(ranks: Ranks, prepare_node: Callable[[], Prepared]) -> Prepared:

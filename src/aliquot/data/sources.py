@@ -26,9 +26,9 @@ from aliquot.data.cache import digests
 from aliquot.data.documents import Document, refuse_bad_alone
 from aliquot.data.file_source import FileSource, no_report
 from aliquot.data.formats import Format, format_of, unknown_field
+from aliquot.data.record_files import table_documents
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.table_files import Batches, OpenTable, Record, TableOpener, in_table_process, rows_at_once
-from aliquot.data.table_records import table_documents
 
 _FACTS = b"aliquot"  # the key of these facts in the metadata of a dataset's schema: fingerprint, bytes, tables
 

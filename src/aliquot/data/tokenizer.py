@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -28,7 +28,6 @@ from aliquot.data.cache import cached, digest_of_directory
 from aliquot.data.cuts import Cut, cut_of, pieces
 from aliquot.data.formats import words
 from aliquot.data.sources import Source
-from aliquot.data.token_store import TokenStore
 from aliquot.models.model_files import save_tokenizer
 from aliquot.models.untrusted_code import check_files, without_code
 from aliquot.tensor_io.bytemap import scratch_advice
@@ -41,7 +40,6 @@ _SAMPLE_TEXTS = (
     "def f(x):\n    return x**2 # caf\u00e9 \u00bd \uff21 \u338f \u65e5\u672c\u8a9e",
     " a  b\r\n\r\nc",
 )
-SMALLEST_VOCABULARY = 256 + 2  # every byte, bos and eos
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -145,23 +143,13 @@ def trained_tokenizer(
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        cut = cut_of(tokenizer.to_str())
-        tokenizer.train_from_iterator(_texts(sources, cut, progress), trainer)
+        tokenizer.train_from_iterator(_texts(sources, cut_of(tokenizer.to_str()), progress), trainer)
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
         )
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS).save_pretrained(directory)
 
     return load_tokenizer(cached(root / "trained" / key, train))
-
-
-def check_trained_size(section: DataSection, rows: int) -> None:
-    """Raise TokenizerError if data.tokenizer_vocab_size is too small, or larger than an embedding of `rows`."""
-    size = section.tokenizer_vocab_size
-    if size is not None and size > rows:
-        raise TokenizerError(f"data.tokenizer_vocab_size is {size}, but the model's embedding has only {rows} rows")
-    if size is not None and size < SMALLEST_VOCABULARY:
-        raise TokenizerError(f"data.tokenizer_vocab_size is {size}; every byte, bos and eos need {SMALLEST_VOCABULARY}")
 
 
 def _texts(sources: Sequence[Source], cut: Cut | None, progress: Callable[[int, int], None]) -> Iterator[str]:
@@ -227,42 +215,6 @@ def _named_template(tokenizer: Any, name: str) -> str:
     if "eos_token" in text and tokenizer.eos_token is None:
         raise TokenizerError(f"data.chat_template: {name} ends answers with eos, which the tokenizer does not have")
     return text
-
-
-def largest_token(tokenizer: Any) -> int:
-    """Return the largest token id. It may exceed the number of tokens, because ids may have gaps."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    return max(len(tokenizer) - 1, *vocabulary.values())
-
-
-def check_vocabulary(tokenizer: Any, vocab_size: int, is_models_own: bool = False) -> bool:
-    """Return whether every token has a row in the model's embedding, which has `vocab_size` rows.
-
-    Raises UserError for tokens without a row. Added tokens of the model's own tokenizer (`is_models_own`) may lack a
-    row: the last token of Gemma 3 does, and occurs in no text.
-    """
-    needed = largest_token(tokenizer) + 1
-    outside = {token for token, number in tokenizer.get_vocab().items() if number >= vocab_size}
-    if is_models_own and outside <= tokenizer.get_added_vocab().keys():
-        return not outside
-    if needed > vocab_size:
-        raise TokenizerError(
-            f"the tokenizer has {needed} tokens and the model's embedding only {vocab_size} rows:"
-            " take the model's own tokenizer, or a model.config with a larger vocab_size"
-        )
-    return True
-
-
-def check_ids(stores: Iterable[str], tokenizer: Any, vocab_size: int) -> None:
-    """Raise UserError if a token store holds a token without a row in the model's embedding (`vocab_size` rows)."""
-    for store in stores:
-        largest = int(TokenStore.open(Path(store)).tokens.max(initial=0))
-        if largest >= vocab_size:
-            token = tokenizer.convert_ids_to_tokens(largest)
-            raise TokenizerError(
-                f"documents hold {token!r}, which the tokenizer has as token {largest}, and the model's embedding has"
-                f" only {vocab_size} rows: remove this token from the texts"
-            )
 
 
 def publish_tokenizer(tokenizer: Any, root: Path) -> Path:

@@ -33,7 +33,7 @@ from aliquot.distributed.membership import BEAT_S, ENDING_S, SILENT_S, ElasticRu
 from aliquot.distributed.rank_errors import Ended
 from aliquot.distributed.rendezvous import meet_round
 from aliquot.distributed.run_secret import common_secret
-from aliquot.distributed.signals import first_and_second_signal, ignore_stop_signals, raise_on_stop_signals
+from aliquot.distributed.signals import STOP_SIGNALS, first_and_second_signal, raise_on_stop_signals
 from aliquot.distributed.store_server import UNSERVED, Deadline, connection_failure, open_port
 
 _POLL_S = 0.1
@@ -86,7 +86,8 @@ def _all_rounds(node: _Node, claims: Claims, launch: LaunchSection, program: Ran
         _print([f"aliquot: {error.line}"])
         return 1
     finally:
-        ignore_stop_signals()  # this node is leaving already
+        for number in STOP_SIGNALS:  # this node is leaving already
+            signal.signal(number, signal.SIG_IGN)
         node.leave()
 
 

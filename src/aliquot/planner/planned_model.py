@@ -131,7 +131,7 @@ class PlannedModel:
     @cached_property
     def _shaped(self) -> ShapedModel:
         with collecting_no_garbage():
-            from aliquot.data.prepare import planned_vocabulary
+            from aliquot.data.vocabulary import planned_vocabulary
             from aliquot.models.shaped_model import shaped_model
 
             return shaped_model(self._config, self._vocabulary or planned_vocabulary(self._config))

@@ -28,8 +28,8 @@ from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.core.small_files import publish_bytes, read_small_file
 from aliquot.data.batches import Batches
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.prepare import adopt_tokenizer
 from aliquot.data.token_store import Reference, TokenStore
+from aliquot.data.vocabulary import adopt_tokenizer
 from aliquot.models.model_config import computation_settings
 from aliquot.models.stored_weights import fingerprint
 from aliquot.nn.preference_loss import Answers

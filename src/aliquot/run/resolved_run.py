@@ -17,9 +17,10 @@ from aliquot.core.errors import ConfigError, UnsupportedModelError, UserError
 from aliquot.core.on_rank_0 import run_on_all_ranks, run_on_rank_0
 from aliquot.data.batches import Batches, objective_of
 from aliquot.data.eval_batches import EvalBatches
-from aliquot.data.prepare import Prepared, TokenizerChanges, adopt_tokenizer, prepare, prepare_together
+from aliquot.data.prepare import Prepared, prepare, prepare_together
 from aliquot.data.remote_files import NamedProgress
 from aliquot.data.token_store import answer_ends
+from aliquot.data.vocabulary import TokenizerChanges, adopt_tokenizer
 from aliquot.data.workload import batch_size
 from aliquot.distributed.config_consistency import check_equal_on_ranks
 from aliquot.distributed.leader_lease import follows_earlier_round

@@ -227,10 +227,8 @@ class FsspecStore(Store):
         """Turn errors of the file system in the block, except those `passed`, into a StorageError of file `name`."""
         try:
             yield
-        except UserError:  # from the iterator `data`
-            raise
         except Exception as error:  # each file system raises different errors
-            if isinstance(error, passed):
+            if isinstance(error, (UserError, *passed)):  # the iterator `data` raises UserError
                 raise
             error_type = StorageError if isinstance(error, _PERMANENT) else StorageFailureError
             url = f"{self._url}/{name}" if name else self._url

@@ -45,11 +45,9 @@ class Heartbeat(Watchdog):
         self._timeout_s = timeout_s
         self._activity = activity
         self._failure: Exception | None = None  # error of the last exchange with the store
-        self._store: Store | None = None
-        if store is not None and topology.nodes > 1:
-            # The clone has a separate connection, because other threads block the store's connection while they wait.
-            # The type stubs lack clone().
-            self._store = cast(Any, store).clone()
+        # The clone has a separate connection, because other threads block the store's connection while they wait. The
+        # type stubs lack clone().
+        self._store: Store | None = cast(Any, store).clone() if store is not None and topology.nodes > 1 else None
         watched = range(1, topology.nodes) if topology.node_rank == 0 else [0]
         self._heard_at = dict.fromkeys(watched, time.monotonic())
         self._last_beats: dict[int, dict[str, str | int]] = {}
