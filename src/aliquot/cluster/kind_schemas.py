@@ -161,9 +161,11 @@ def _merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     if not second or expected_kind(first) == "int-or-string":
         return first
     merged = {**second, **first}
-    for key in ("items", "additionalProperties"):
-        if isinstance(first.get(key), dict) and isinstance(second.get(key), dict):
-            merged[key] = _merged(first[key], second[key])
+    merged |= {
+        key: _merged(first[key], second[key])
+        for key in ("items", "additionalProperties")
+        if isinstance(first.get(key), dict) and isinstance(second.get(key), dict)
+    }
     properties = [schema.get("properties", {}) for schema in (first, second)]
     if any(properties):
         names = {**properties[1], **properties[0]}

@@ -111,12 +111,9 @@ def _json_schema(schema: Any, at_root: bool = True) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
-    for key in ("anyOf", "allOf", "oneOf"):
-        if key in schema:
-            result[key] = [_json_schema(item, False) for item in schema[key]]
-    for key in ("items", "additionalProperties", "not"):
-        if key in schema:
-            result[key] = _json_schema(schema[key], False)
+    lists, items = ("anyOf", "allOf", "oneOf"), ("items", "additionalProperties", "not")
+    result |= {key: [_json_schema(item, False) for item in schema[key]] for key in lists if key in schema}
+    result |= {key: _json_schema(schema[key], False) for key in items if key in schema}
     if "properties" in schema:
         result["properties"] = {key: _json_schema(item, False) for key, item in schema["properties"].items()}
         if at_root or schema.get("x-kubernetes-embedded-resource"):

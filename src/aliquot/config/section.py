@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -89,8 +89,8 @@ class Section(BaseModel):
         return value
 
 
-def refuse(*problems: tuple[object, str], error: type[Exception] = ValueError) -> None:
-    """Raise `error` with the message of the first problem, a pair (whether a config has the problem, message)."""
+def refuse(*problems: tuple[object, str], error: Callable[[str], Exception] = ValueError) -> None:
+    """Raise `error` with the message of the first problem, a pair (whether it is present, message)."""
     for is_present, message in problems:
         if is_present:
             raise error(message)

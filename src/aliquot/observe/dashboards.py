@@ -22,6 +22,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,8 @@ class KubeflowStatus:
         }
 
     def _post(self, status: dict[str, Any]) -> None:
-        try:
+        # A missing endpoint or token, or a refused connection, must not end the run.
+        with suppress(OSError, ValueError, http.client.HTTPException):
             # Read the token for each post, because the kubelet renews the token.
             token = Path(self._token or "").read_text(encoding="utf-8").strip()
             context = ssl.create_default_context(cafile=self._ca_cert) if self._ca_cert else None
@@ -282,11 +284,7 @@ class KubeflowStatus:
                 headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
                 method="POST",
             )
-            with urllib.request.urlopen(request, timeout=_POST_TIMEOUT_S, context=context):
-                pass
-        # A missing endpoint or token, or a refused connection, must not end the run.
-        except (OSError, ValueError, http.client.HTTPException):
-            pass
+            urllib.request.urlopen(request, timeout=_POST_TIMEOUT_S, context=context).close()
 
 
 def kubeflow_status(total_steps: int, environ: Mapping[str, str] = os.environ) -> KubeflowStatus | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from aliquot.checkpoint.directories import complete_directories
 from aliquot.config.read_config import dump_config
 from aliquot.config.schema import RunConfig
+from aliquot.config.section import refuse
 from aliquot.core.errors import NodesDifferError, RunDirectoryError, writing
 from aliquot.core.run_lock import BEATING_LOCK, LOCK, RunLock
 from aliquot.core.small_files import publish_text, read_small_file
@@ -50,7 +51,7 @@ class RunDirectory:
         is_used = any(not name.startswith((_MARKER, BEATING_LOCK)) for name in names)
         resume = config.checkpoint.resume
         can_resume = resume != "auto" or config.mirror is not None or any(self.checkpoints.glob("step-*"))
-        for is_present, problem in (
+        refuse(
             (
                 is_used and not self._is_run(),
                 "exists and is not a run of aliquot; choose another run.name or run.directory",
@@ -64,9 +65,8 @@ class RunDirectory:
                 "this run has ended with its export, and no checkpoint is left to continue from; choose another"
                 " run.name",
             ),
-        ):
-            if is_present:
-                raise RunDirectoryError(problem, self.path)
+            error=lambda problem: RunDirectoryError(problem, self.path),
+        )
 
     def create_marker(self) -> str:
         """On rank 0, create a marker file that all nodes must see in a shared directory, and return its name.

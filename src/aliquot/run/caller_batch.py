@@ -109,9 +109,8 @@ def token_logprobs(trainer: Trainer, groups: Sequence[Group], reference: bool, s
                 results += [piece for pieces in micro_batch.row_loss.split(logprobs.cpu()) for piece in pieces]
     if not scatter:
         return results
-    all_results: dict[int, Tensor] = {}
-    for mine in trainer.ranks.gather([indices, [result.tolist() for result in results]]):
-        all_results |= {index: torch.tensor(values) for index, values in zip(*mine, strict=True)}
+    parts = trainer.ranks.gather([indices, [result.tolist() for result in results]])
+    all_results = {index: torch.tensor(values) for part in parts for index, values in zip(*part, strict=True)}
     return [all_results[index] for index in range(len(groups))]
 
 

@@ -76,9 +76,11 @@ class StepTotals:
             totals = {name: math.fsum(part[name] for part in sums) for name in sums[0]}
             self.preference |= objective.means(totals, divisor)
         sums_of_sources = zip(*(report["loss"] for report in reports), strict=True)
-        for name, values, predicted in zip(names, sums_of_sources, batch.predicted_of, strict=False):
-            if name and predicted:
-                self.source_losses[f"loss_{name}"] = math.fsum(values) / predicted
+        self.source_losses |= {
+            f"loss_{name}": math.fsum(values) / predicted
+            for name, values, predicted in zip(names, sums_of_sources, batch.predicted_of, strict=False)
+            if name and predicted
+        }
         return loss
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,12 +71,8 @@ class Run:
 
         An attempt that resumed from an earlier step replaces the metrics of previous attempts after this step.
         """
-        steps: list[float] = []
-        for attempt in reversed(self.attempts):
-            step = number(attempt.get("step"))
-            if step is not None and (not steps or step < steps[-1]):
-                steps.append(step)
-        return steps[::-1]
+        steps = [step for attempt in reversed(self.attempts) if (step := number(attempt.get("step"))) is not None]
+        return sorted(set(accumulate(steps, min)))
 
     @property
     def about(self) -> Object:
