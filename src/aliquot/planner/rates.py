@@ -95,9 +95,9 @@ _GPUS: dict[str, tuple[float, float, float, float | None]] = {
     "b300": (2250e12, 75e12, 8000e9, 900e9),
 }
 _GPU_REACHED, _GPU_FP32_REACHED, _GPU_MEMORY_REACHED = 0.45, 0.8, 0.7  # assumptions
-# Hopper: 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11). RTX 4090: the median of 152
-# to 165 TFLOP/s by square bf16 products of 2,048 to 10,240 rows in torch 2.7 (github.com/zzc0721/
-# torch-performance-test-data, issue 78).
+# Hopper: 762 TFLOP/s, by the products of a step of a Llama of 1.2 B on an H200 (torch 2.11). RTX 4090: the median of
+# 152 to 165 TFLOP/s, by square bf16 products of 2,048 to 10,240 rows in torch 2.7
+# (github.com/zzc0721/torch-performance-test-data, issue 78).
 _REACHED_BY = {"h100": 0.75, "h200": 0.75, "rtx4090": 0.96}
 # No run on several GPUs was measured, so published runs bound their products. torchtitan trains Llama 3 8B at 5,600 to
 # 6,700 tokens/s on each of 8 to 128 H100, with sequences of 8,192: at most 34 % of the data sheet, if attention counts
