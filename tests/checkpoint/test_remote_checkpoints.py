@@ -24,7 +24,7 @@ from aliquot.checkpoint.retention import Retention, retain
 from aliquot.config.schema import CheckpointSection
 from aliquot.core.errors import DamagedCheckpoint, ResumeError, StorageError
 from aliquot.core.on_rank_0 import SingleRank
-from aliquot.stores.store import open_store
+from aliquot.stores.store import Store, open_store
 from aliquot.tensor_io.manifest import verify
 from tests.checkpoint.saving import save
 from tests.stores.s3_server import BUCKET, S3Server, is_part
@@ -136,10 +136,15 @@ def test_parts_come_once_and_the_manifest_last(tmp_path: Path, s3: S3Server) -> 
     assert in_store(URL, local.name) == files_of(local)
 
 
+def copied(folder: Path, url: str) -> tuple[Path, Store]:
+    """The checkpoint of step 7 in `folder`, and the store with its copy."""
+    local = saved(folder, 7)
+    copy(folder, url, 7)
+    return local, open_store(url)
+
+
 def test_upload_skips_equal_copy_and_replaces_another(tmp_path: Path, url: str) -> None:
-    local = saved(tmp_path / "here", 7)
-    copy(tmp_path / "here", url, 7)
-    store = open_store(url)
+    local, store = copied(tmp_path / "here", url)
     store.put("step-00000003/model.safetensors", b"of a copy that was killed")
     store.put("readme.txt", b"a person's own")
     copy(tmp_path / "here", url, 7)
@@ -152,9 +157,7 @@ def test_upload_skips_equal_copy_and_replaces_another(tmp_path: Path, url: str) 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
 def test_incomplete_copy_is_uploaded_again(tmp_path: Path, url: str, name: str) -> None:
-    local = saved(tmp_path / "here", 7)
-    copy(tmp_path / "here", url, 7)
-    store = open_store(url)
+    local, store = copied(tmp_path / "here", url)
     for damage in (b"cut off", None):
         store.remove([f"{local.name}/{name}"])
         if damage is not None:
@@ -165,9 +168,8 @@ def test_incomplete_copy_is_uploaded_again(tmp_path: Path, url: str, name: str) 
 
 def test_new_checkpoint_replaces_the_copy_of_its_step(tmp_path: Path, url: str) -> None:
     """A run that passed over what is damaged there comes to the same step with the same manifest."""
-    local = saved(tmp_path / "here", 7)
-    copy(tmp_path / "here", url, 7)
-    store, name = open_store(url), f"{local.name}/model.safetensors"
+    local, store = copied(tmp_path / "here", url)
+    name = f"{local.name}/model.safetensors"
     store.put(name, b"x" + store.read(name, 1, store.list()[name]))
     mirror = Uploader(url, tmp_path / "here", SingleRank(), CheckpointSection(), SaveEvents(print, print))
     mirror.start(7, just_saved=True)

@@ -297,11 +297,8 @@ def hint(name: str) -> str | None:
 
 def _hint_for_section(values: dict[Any, Any]) -> str | None:
     """Return the keys of aliquot for the keys in a section of another trainer, or None."""
-    places = {path[-1]: ".".join(path) for path in reversed(known_keys()) if len(path) == 2}
-    hints = []
-    for name in map(str, values):
-        place = EQUIVALENTS.get(name, places.get(name))
-        hints += [f"{place} for {name}"] if place is not None else []
+    places = {path[-1]: ".".join(path) for path in reversed(known_keys()) if len(path) == 2} | EQUIVALENTS
+    hints = [f"{places[name]} for {name}" for name in map(str, values) if name in places]
     return f"write {', '.join(hints)}" if hints else None
 
 

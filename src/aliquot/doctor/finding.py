@@ -9,6 +9,7 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Literal, NamedTuple, ParamSpec
 
+from aliquot.core.number_format import count_of
 from aliquot.machine.cpu import CpuFacts, read_cpu
 
 Level = Literal["ok", "warning", "problem"]
@@ -50,11 +51,10 @@ def conclude(observed: str, *cases: Case, ok: str) -> Finding:
 
 def summary(findings: Sequence[Finding]) -> str:
     """Return the last line for a person: which findings to read again."""
-    parts = []
-    for level in ("problem", "warning"):
-        ids = [finding.id for finding in findings if finding.level == level]
-        parts.append(f"{len(ids)} {level}{'' if len(ids) == 1 else 's'}{': ' if ids else ''}{', '.join(ids)}")
-    return "; ".join(parts)
+    ids = {level: [finding.id for finding in findings if finding.level == level] for level in ("problem", "warning")}
+    return "; ".join(
+        f"{count_of(len(names), level)}{': ' if names else ''}{', '.join(names)}" for level, names in ids.items()
+    )
 
 
 def check(id: str, title: str) -> Callable[[Callable[P, Finding]], Callable[P, Finding]]:

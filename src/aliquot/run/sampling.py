@@ -227,11 +227,8 @@ class _RowEnds(StoppingCriteria):  # type: ignore[misc]
         length = input_ids.shape[1]
         for row, (ids, start) in enumerate(zip(input_ids.tolist(), self._starts, strict=True)):
             if row not in self.lengths and length > start:
-                is_end = ids[-1] in self._ends or self._has_stop_text(ids[start:])
+                text = self._tokenizer.decode(ids[start:]) if self._drawing.stop else ""
+                is_end = ids[-1] in self._ends or any(stop in text for stop in self._drawing.stop)
                 if is_end or length - start == self._drawing.max_tokens:
                     self.lengths[row] = length, is_end
         return torch.tensor([row in self.lengths for row in range(len(self._starts))], device=input_ids.device)
-
-    def _has_stop_text(self, ids: list[int]) -> bool:
-        text = self._tokenizer.decode(ids) if self._drawing.stop else ""
-        return any(stop in text for stop in self._drawing.stop)

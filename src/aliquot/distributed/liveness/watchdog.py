@@ -134,13 +134,10 @@ def _stuck_ranks(stack_file: Path, files: dict[int, Path]) -> dict[int, str]:
 def _main_thread_frames(text: str) -> list[re.Match[str]]:
     """The frames of the main thread, which faulthandler writes last, from the innermost frame to the script."""
     thread = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]
-    frames: list[re.Match[str]] = []
-    for line in thread.splitlines():
-        if (frame := _FRAME.match(line)) is not None:
-            frames.append(frame)
-            if frame["name"] == "<module>":  # outer frames belong to the program that started the script
-                break
-    return frames
+    frames = [frame for frame in map(_FRAME.match, thread.splitlines()) if frame is not None]
+    # Frames after the script's belong to the program that started the script.
+    count = next((number for number, frame in enumerate(frames, 1) if frame["name"] == "<module>"), len(frames))
+    return frames[:count]
 
 
 class Activity:
