@@ -151,7 +151,7 @@ class RunPlan:
             model=self.shape.name,
             parameters=self.shape.numel,
             trained_parameters=self.shape.learned_numel,
-            base="bf16" if config.adapter is None else config.adapter.base,
+            base=config.base,
             engine=self.engine,
             precision=config.train.chosen_precision,
             compile="layers" if config.train.compile == "layers" else "none",
