@@ -49,8 +49,6 @@ def plan(**changes: Any) -> Plan:
     values: dict[str, Any] = {
         "model": "LlamaForCausalLM",
         "parameters": 8_030_261_248,
-        "trained_parameters": 8_030_261_248,
-        "base": "bf16",
         "engine": "host",
         "precision": "bf16",
         "device": "cpu",

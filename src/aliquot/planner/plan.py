@@ -73,8 +73,6 @@ class Plan:
 
     model: str
     parameters: int
-    trained_parameters: int
-    base: str  # format of the frozen layers: bf16 (not compressed) | int8 | nf4
     engine: str
     precision: str  # bf16 | fp32
     device: str  # cpu | cuda
@@ -132,6 +130,8 @@ class Plan:
     waiting_factor: float = 1.0  # the wait for network or disk, in times of matrix products, if it is the bottleneck
     losses: Losses = field(default_factory=Losses)  # of the time of a run on many nodes
     fees_usd_per_hour: float = 0.0  # of what `cluster` needs beside the nodes of the job
+    trained_parameters: int | None = None  # None: an older version made the plan
+    base: str = "bf16"  # format of the frozen layers: bf16 (not compressed) | int8 | nf4
 
     @property
     def step_with_messages_s(self) -> float:

@@ -53,7 +53,7 @@ def summary(plan: Plan, problems: Sequence[str], machine: str, assumed: str) -> 
     compiled = ", compiled layers" if plan.compile == "layers" else ""
     recomputes = "" if kind == "none" else f", {kind} activation checkpointing"
     fp8 = " and fp8 (planned as bf16)" if plan.fp8 else ""
-    trained = f" ({plan.trained_parameters:,} trained)" if plan.trained_parameters < plan.parameters else ""
+    trained = "" if plan.trained_parameters in (None, plan.parameters) else f" ({plan.trained_parameters:,} trained)"
     base = "" if plan.base == "bf16" else f" with frozen layers in {plan.base}"
     head = (
         f"{plan.model}, {plan.parameters:,} parameters{trained}, {plan.precision}{base}{fp8}, engine {plan.engine}"
